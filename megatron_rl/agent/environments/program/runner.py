@@ -1,4 +1,5 @@
-"""The rank's side of its programs: a nursery that is started when it is needed, and again when it has died."""
+"""The rank's side of its programs: a nursery that is started when it is needed, and again when it has died or its
+folder is gone."""
 
 from __future__ import annotations
 
@@ -80,7 +81,6 @@ class ProgramRunner:
             if self._nursery is not None and (why := self._why_useless(self._nursery)) is not None:
                 logger.warning("the process that starts programs %s; it is started again", why)
                 self._nursery.close()
-                self._remove_folder()
                 self._nursery = None
             if self._nursery is None:
                 await self._start()
@@ -97,6 +97,7 @@ class ProgramRunner:
     async def _start(self) -> None:
         if self._control is not None:
             self._control.close()
+        self._remove_folder()
         self._folder = OwnedFolder("programs")
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
