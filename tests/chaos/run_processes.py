@@ -10,10 +10,12 @@ import psutil
 RANK, REPLICA, BATCH, SRUN, DAEMON = "rank", "replica", "batch process", "srun", "step daemon"
 NURSERY, SUPERVISOR, PROGRAM = "program nursery", "program supervisor", "program"
 OTHER = "helper process"
-MODULES = {
-    "megatron_rl.rank_main": RANK,
-    "megatron_rl.replica_main": REPLICA,
+COMMANDS = {
+    "-m megatron_rl.rank_main": RANK,
+    "-m megatron_rl.replica_main": REPLICA,
+    "from launcher.host.job import main": BATCH,
 }
+"""Parts of command lines."""
 NURSERY_MODULE = "megatron_rl.agent.environments.program.nursery"
 
 
@@ -53,9 +55,9 @@ def _role(process: psutil.Process) -> str:
     words = process.cmdline()
     if process.name() == "srun":
         return SRUN
-    if "from launcher.host.job import main" in " ".join(words) and "sh" not in words[0][-4:]:
-        return BATCH
-    return next((MODULES[word] for word in words if word in MODULES and "sh" not in words[0][-4:]), OTHER)
+    if not words or words[0].endswith("sh"):
+        return OTHER
+    return next((role for part, role in COMMANDS.items() if part in " ".join(words)), OTHER)
 
 
 def rank_of(process: psutil.Process) -> str:
