@@ -83,6 +83,20 @@ def environment_list(found: Sequence[EnvironmentInfo], width: int) -> str:
     return formatter.getvalue().lstrip("\n")
 
 
+@command.command("args", short_help="List the arguments of an environment: what each takes, its default and meaning.")
+@click.argument("name")
+def args(name: str) -> None:
+    """List the arguments that the environment NAME takes as `environment.args`: type, default and meaning of each. One
+    without a default is required.
+    """
+    from launcher.cli.show.help_pages import argument_lines  # not needed to list environments
+
+    try:
+        click.echo("\n".join(argument_lines(name)))
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
 @command.command("try", short_help="Try the first problems of an environment, with or without a model.")
 @click.argument("name")
 @click.option("-n", "problems", type=click.IntRange(min=1), default=3, show_default=True, help="Number of problems.")

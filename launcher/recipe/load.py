@@ -165,7 +165,10 @@ def dump_resolved(config: RunConfig, keys_of: Path | None = None) -> str:
 
     keys_of: resolved.yaml whose keys it is to have; None: all of today.
     """
-    head = "# Every value of this run, defaults included. Written by mrl-submit; the ranks read this file.\n"
+    head = (
+        "# Every value of this run, defaults included; of an environment's args those that the recipe gives.\n"
+        "# Written by mrl-submit; the ranks read this file.\n"
+    )
     recorded = None if keys_of is None else read_mapping(str(keys_of), read_text(keys_of), SECTIONS).value
     return head + dump(config.model_dump() if recorded is None else in_keys_of(recorded, config))
 

@@ -44,9 +44,9 @@ class HFDatasetConfig(PromptConfig):
     """Fields that the prompt may use."""
 
     train: DataSet | None = None
-    """Problems to train on; default: none, the environment only evaluates."""
+    """Problems to train on; null: the environment only evaluates."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], DataSet] = {}
-    """Evaluation sets by name. Their problems are excluded from the training set."""
+    """Evaluation sets by name, each with the keys of `train`. Their problems are excluded from the training set."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the distinct problems of `train` that form the evaluation set held_out and are never trained on."""
     split_seed: NonNegativeInt = 0

@@ -33,6 +33,7 @@ class MultiTaskConfig(Section):
     """Arguments of the environment `multi-task`."""
 
     environments: Environments
+    """Environments, each with its share (`weight`) of the prompts."""
 
     def datasets(self) -> list[str]:
         return sorted({*chain.from_iterable(map(required_datasets, self.environments))})

@@ -22,7 +22,7 @@ class EnvironmentConfig(Section):
     name: str
     """Registered name; `mrl environments` lists them."""
     args: dict[str, Any] = {}
-    """Arguments of the environment, checked by its own Config class."""
+    """Arguments of the environment, checked by its own Config class. `mrl environments args NAME` lists them."""
     reward_weights: dict[str, float] | None = None
     """Weights of the components of the reward, by name, where the environment returns several: the reward that is
     trained on is their weighted sum. Components without a weight are only recorded, and an answer without one of those

@@ -1,10 +1,14 @@
-"""Reference of recipe keys, generated from their types: `mrl help KEY` and docs/keys.md."""
+"""Reference of keys, generated from their types: `mrl help KEY`, docs/keys.md and `mrl environments args NAME`."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
+
+from pydantic import ValidationError
 
 from launcher.cli.show.terminal import PAGE_WIDTH, WIDTH
 from launcher.recipe.meaning import meanings
@@ -12,6 +16,9 @@ from launcher.recipe.problems import ITEM, expected, generic, known_keys
 from launcher.recipe.shipped import shipped_bases
 from launcher.recipe.suggest import KeyPath
 from launcher.recipe.written import EXTENDS
+from megatron_rl.recipe.environment_section import EnvironmentConfig
+from megatron_rl.recipe.registry import environment_arguments, environment_class
+from megatron_rl.recipe.section import Section
 from megatron_rl.recipe.sections import Sections
 
 UNITS = {"_s": "seconds", "_gib": "GiB"}  # by the end of a key
@@ -30,18 +37,23 @@ Every key of a recipe, with what it takes, its default and its meaning. A key wi
 
 
 class Keys:
-    def __init__(self) -> None:
-        name = {
-            "type": "string",
-            "words": "the name of a shipped recipe or base, or the path of a file",
-            "default": None,
-        }
-        self.known: dict[KeyPath, Mapping[str, Any]] = {(EXTENDS,): name, **known_keys(Sections.model_json_schema())}
-        base = (
-            "Recipe to start from. Mappings merge, and all other values, lists included, replace those of the base; an "
-            f"environment of another name replaces the whole section. Bases: {', '.join(shipped_bases())}."
-        )
-        self._meanings = {(EXTENDS,): base, **meanings(Sections)}
+    """Keys of a section and of the sections in it; by default all keys of recipes."""
+
+    def __init__(self, section: type[Section] = Sections) -> None:
+        self.known: dict[KeyPath, Mapping[str, Any]] = known_keys(section.model_json_schema())
+        self._meanings = meanings(section)
+        if section is Sections:
+            name = {
+                "type": "string",
+                "words": "the name of a shipped recipe or base, or the path of a file",
+                "default": None,
+            }
+            self.known = {(EXTENDS,): name, **self.known}
+            self._meanings[(EXTENDS,)] = (
+                "Recipe to start from. Mappings merge, and all other values, lists included, replace those of the "
+                "base; an environment of another name replaces the whole section. Bases: "
+                f"{', '.join(shipped_bases())}."
+            )
 
     def lines(self, path: KeyPath) -> list[str]:
         inside = [key for key in self.known if len(key) > len(path) and key[: len(path)] == path]
@@ -50,6 +62,14 @@ class Keys:
             if not self._is_section(key):
                 lines += ["", f"  {self._head(key)}", *_wrapped(self.meaning(key), "    ")]
         return lines
+
+    def every_line(self) -> list[str]:
+        """Return the lines of every key, sections included."""
+        found: list[str] = []
+        for key in self.known:
+            head = textwrap.wrap(self._head(key), WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+            found += [*head, *_wrapped(self.meaning(key), "  "), ""]
+        return found[:-1]
 
     def markdown(self) -> str:
         top = [key for key in self.known if len(key) == 1]
@@ -97,6 +117,21 @@ class Keys:
         return kind + unit, f"default {_written(field['default'])}" if "default" in field else "required"
 
 
+def argument_lines(name: str) -> list[str]:
+    """Return the lines of every argument of an environment, each with the value that it has if a recipe gives none.
+    Raises ValueError as `environment_class` does."""
+    environment = environment_class(name)
+    keys = Keys(environment.Config)
+    if "/" in name:
+        keys.known.pop((environment.variant_argument,), None)  # the name sets it
+    with suppress(ValidationError):  # an argument is required
+        arguments = environment_arguments(EnvironmentConfig(name=name))
+        for key, value in arguments.model_dump(mode="json", exclude_defaults=True).items():
+            if (key,) in keys.known:
+                keys.known[(key,)] = {**keys.known[(key,)], "default": value}
+    return keys.every_line()
+
+
 def key_path(name: str) -> KeyPath:
     return generic(tuple(name.split(".")))
 
@@ -112,6 +147,6 @@ def _wrapped(text: str, indent: str) -> list[str]:
 def _written(value: Any) -> str:
     if value is None:
         return "null"
-    if value == "":
-        return '""'
+    if value == "" or "\n" in str(value):
+        return json.dumps(value, ensure_ascii=False)
     return str(value).lower() if isinstance(value, bool) else str(value)

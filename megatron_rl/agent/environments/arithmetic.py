@@ -30,9 +30,13 @@ class ArithmeticConfig(DrawnProblemsConfig):
     """Arguments of the environment `arithmetic`."""
 
     min_terms: PositiveInt = 2
+    """Smallest count of numbers in a problem."""
     max_terms: PositiveInt = 2
+    """Largest count of numbers in a problem."""
     min_digits: PositiveInt = 1
+    """Smallest number of digits of each number."""
     max_digits: PositiveInt = 1
+    """Largest number of digits of each number."""
     template: str = "{expression}="
     """Prompt in Python's format syntax: {expression} without blanks, {question}, {num_terms}, {num_digits}."""
 

@@ -31,7 +31,9 @@ class CalculatorConfig(ChatConfig, DrawnProblemsConfig):
     """Arguments of the environment `calculator`."""
 
     min_terms: PositiveInt = 2
+    """Smallest count of numbers in a problem."""
     max_terms: PositiveInt = 3
+    """Largest count of numbers in a problem."""
     digits: PositiveInt = 3
     """Largest number of digits of each number."""
     operations: str = "+-*"

@@ -54,6 +54,7 @@ class CountdownConfig(DrawnProblemsConfig, PromptConfig):
     min_numbers: PositiveInt = Field(default=3, ge=2)
     """Smallest count of numbers of a generated problem."""
     max_numbers: PositiveInt = Field(default=4, le=8)
+    """Largest count of numbers of a generated problem."""
     largest: PositiveInt = 99
     """Largest number of a generated problem, and largest target."""
     format_reward: float = 0.0

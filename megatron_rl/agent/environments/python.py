@@ -63,9 +63,9 @@ class PythonConfig(HFDatasetConfig):
     file: Annotated[str, PathMark(read=False)]  # a run has its own copy and does not need the file
     """Python file that defines `reward`."""
     train: PythonRows | None = None  # type: ignore[assignment]
-    """Rows to train on; default: none, the environment only evaluates."""
+    """Rows to train on; null: the environment only evaluates."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], PythonRows] = {}  # type: ignore[assignment]
-    """Evaluation sets by name. Their problems are excluded from the training set."""
+    """Evaluation sets by name, each with the keys of `train`. Their problems are excluded from the training set."""
     processes: PositiveInt = 1
     """Number of processes that score answers, on each rank that generates. Each imports the file and has its own module
     state, and a plain function scores one answer at a time. Default: one, so that all answers see the same state."""

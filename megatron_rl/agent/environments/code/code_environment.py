@@ -52,9 +52,9 @@ class CodeEnvironmentConfig(HFDatasetConfig):
     prompt_fields = ("question", "instruction")
 
     train: CodeRows | None = None
-    """Problems to train on; default: none, the environment only evaluates."""
+    """Problems to train on; null: the environment only evaluates."""
     evaluate: dict[str, CodeRows] = {}  # type: ignore[assignment]
-    """Evaluation sets by name. Their problems are excluded from the training set."""
+    """Evaluation sets by name, each with the keys of `train`. Their problems are excluded from the training set."""
     prompt: str = "{question}\n\n{instruction}"
     """Prompt in Python's format syntax; {instruction} requests a program or a function."""
     format_reward: float = 0.0

@@ -83,7 +83,7 @@ class ProgramConfig(EndpointConfig):
     problems: ProgramRows
     """Rows to train on."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], ProgramRows] = {}
-    """Evaluation sets by name. Their problems are excluded from the training set."""
+    """Evaluation sets by name, each with the keys of `problems`. Their problems are excluded from the training set."""
     held_out: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Fraction of the distinct problems that form the evaluation set held_out and are never trained on."""
     split_seed: NonNegativeInt = 0

@@ -7,10 +7,11 @@ import re
 from click.testing import CliRunner
 
 from launcher.cli.main import main
-from launcher.cli.show.help_pages import Keys
+from launcher.cli.show.help_pages import Keys, argument_lines
 from launcher.cli.show.metric_pages import metric_lines, metrics_page
 from launcher.explain.explanation import RULES
 from megatron_rl.rank.metrics.names import EVALUATION_METRICS, STEP_METRICS
+from megatron_rl.recipe.registry import environment_class, environment_names
 
 METRICS = {**STEP_METRICS, **EVALUATION_METRICS}
 
@@ -53,3 +54,24 @@ def test_an_entry_has_type_unit_default_and_meaning():
         "  Seconds without a sign of life from a rank, or without progress of any rank, after which the run",
     ]
     assert Keys().lines(("environments", "*", "weight"))[0] == "environments.N.weight: a number; default 1.0"
+
+
+def test_every_argument_of_every_environment_has_a_meaning():
+    arguments = {name: Keys(environment_class(name).Config) for name in environment_names()}
+    assert not [(name, key) for name, keys in arguments.items() for key in keys.known if not keys.meaning(key)]
+
+
+def test_the_arguments_of_an_environment_have_the_defaults_of_a_recipe_that_gives_none():
+    lines = argument_lines("aime-2024")
+    answer_format = lines.index("answer_format: one of boxed, tags, line; default boxed")
+    assert lines[answer_format + 1].startswith("  Answer format:")
+    assert "train: a section or null; default null" in lines
+    assert "evaluate: a mapping; default {'aime_2024': {'path': 'Maxwell-Jia/AIME_2024'" in "\n".join(lines)
+    assert "dataset: text; required" in argument_lines("reasoning-gym")
+    assert not any(line.startswith("dataset:") for line in argument_lines("reasoning-gym/chain_sum"))
+
+
+def test_arguments_of_an_unknown_environment_are_refused():
+    found = CliRunner().invoke(main, ["environments", "args", "gsm9k"])
+    assert found.exit_code == 2
+    assert "unknown environment 'gsm9k'" in found.output
