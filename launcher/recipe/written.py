@@ -122,10 +122,6 @@ def read_files(asked: str) -> Written:
     return with_base(RecipeFile(asked, read_text(path), path.absolute().parent))
 
 
-def shipped_values(name: str) -> dict[str, Any]:
-    return with_base(_shipped(name)).values
-
-
 def _is_shipped(asked: str) -> bool:
     """Whether a name means a shipped recipe: a file of that name comes first, a folder of that name does not count."""
     path = Path(asked)

@@ -7,7 +7,6 @@ import errno
 import logging
 import os
 import pwd
-import re
 import stat
 import tempfile
 import time
@@ -78,11 +77,6 @@ def make_readable(path: AnyPath) -> None:
     finally:
         with contextlib.suppress(OSError):
             probe.unlink()
-
-
-def is_temporary(name: str) -> bool:
-    """Whether a file of this name was left behind by an interrupted `write_atomic`."""
-    return re.match(r"^\..+\.[0-9a-f]{32}\.tmp$", name) is not None
 
 
 def append_line(path: AnyPath, line: str, durable: bool = False, patience: float = 0.0) -> None:

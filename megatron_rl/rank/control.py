@@ -40,10 +40,6 @@ def largest(rows: Tensor) -> Tensor:
     return rows.amax(0)
 
 
-def smallest(rows: Tensor) -> Tensor:
-    return rows.amin(0)
-
-
 def children(rank: int, size: int) -> range:
     """Ranks directly below a rank. The parent of `rank` is (rank - 1) // CHILDREN."""
     first = CHILDREN * rank + 1

@@ -16,7 +16,7 @@ from launcher.cli.show.help_pages import Keys, key_path
 from launcher.cli.show.lists import purpose
 from launcher.errors import show
 from launcher.recipe.shipped import shipped_recipes
-from launcher.recipe.written import shipped_values
+from launcher.recipe.written import read_files
 from megatron_rl.recipe.registry import EnvironmentInfo
 from megatron_rl.recipe.section import flat
 
@@ -108,7 +108,7 @@ def test_help_knows_every_key_of_shipped_recipes():
     for recipe in shipped_recipes():
         unknown = [
             key
-            for key in flat(shipped_values(recipe))
+            for key in flat(read_files(recipe).values)
             if key_path(key) not in known and not key.startswith("environment.args.")
         ]
         assert not unknown, recipe

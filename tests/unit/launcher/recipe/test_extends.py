@@ -10,7 +10,7 @@ import yaml
 from launcher.errors import BadInput
 from launcher.recipe.load import asked_text, dump_resolved, load_recipe, origins, place_of
 from launcher.recipe.shipped import shipped_bases, shipped_recipes
-from launcher.recipe.written import shipped_values
+from launcher.recipe.written import read_files
 
 MINE = """\
 extends: qwen2.5-3b-dapo
@@ -127,7 +127,7 @@ def test_a_base_is_extended_and_not_run():
     assert problem("dapo").startswith("no recipe is called 'dapo'")
     extending = [name for name in shipped_recipes() if name.endswith(("-dapo", "-partitioned"))]
     assert len(extending) == 15
-    assert {shipped_values(name)["optimizer"]["epsilon"] for name in extending} == {1e-8}
+    assert {read_files(name).values["optimizer"]["epsilon"] for name in extending} == {1e-8}
 
 
 def test_another_model_drops_the_shape_of_the_base(folder):

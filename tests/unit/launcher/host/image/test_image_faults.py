@@ -3,6 +3,7 @@ one error, leaves nothing half done, replaces no image by another one unasked, a
 
 from __future__ import annotations
 
+import re
 import shutil
 import struct
 import subprocess
@@ -16,7 +17,6 @@ from fault_injection import OLDER, ONCE, Clock, Fault, FaultyFiles, Tally, fault
 from launcher.host.image import __main__ as program
 from launcher.host.image import enroot
 from launcher.host.image.cache import find
-from megatron_rl.contract.files import is_temporary
 
 REFERENCE = "nvcr.io#nvidia/pytorch:25.06-py3"
 DIGESTS = ["sha256:" + "4d5b" * 16, "sha256:" + "e07a" * 16]
@@ -154,7 +154,8 @@ def problems_of(node: Node, state: str, capsys: pytest.CaptureFixture[str]) -> l
     node.tool_fault = None
     if node.ask(*words) != 0 or node.found() != wanted:
         wrong.append("the next import fails")
-    left = [path.name for path in node.cache.glob(".*.tmp") if not is_temporary(path.name)]
+    of_an_atomic_write = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
+    left = [path.name for path in node.cache.glob(".*.tmp") if not of_an_atomic_write.fullmatch(path.name)]
     return wrong + [f"debris: {name}" for name in left]
 
 
