@@ -18,7 +18,7 @@ from launcher.plan.engine_choice import load_for
 from launcher.plan.gpu_memory import RankMemory, as_rehearsed, rank_memory
 from launcher.plan.parameters import tokens_known
 from launcher.plan.summary import ASSUMED_VOCABULARY, gpu_bytes, make_plan, with_offload
-from launcher.recipe.load import files_of_teacher
+from launcher.recipe.teachers import files_of_teacher
 from megatron_rl.contract.codes import EXIT_CRASHED
 from megatron_rl.contract.text import size
 from megatron_rl.recipe.config import RunConfig

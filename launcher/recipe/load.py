@@ -5,8 +5,7 @@ Imports no torch: a recipe is checked on the login node, before anything is subm
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -16,32 +15,24 @@ from pydantic import ValidationError
 
 from launcher.errors import BadInput
 from launcher.recipe.authors import refuse_code_of_others
+from launcher.recipe.environment_checks import check_environments, environments_of
 from launcher.recipe.located_yaml import YamlProblems, dump, locator, read, read_mapping, read_text
 from launcher.recipe.paths import NoPath, with_absolute_paths
 from launcher.recipe.problems import ITEM, KeyPath, Locate, generic, known_keys, validation_problems, where_named
-from launcher.recipe.published import find_folder, find_published
+from launcher.recipe.published import find_published
 from launcher.recipe.snapshot_keys import in_keys_of
 from launcher.recipe.suggest import did_you_mean
+from launcher.recipe.teachers import with_teachers
 from launcher.recipe.written import SECTIONS, Override, ValueOrigin, Written, implied, read_files
 from megatron_rl.contract.paths import RunDir
-from megatron_rl.recipe.chat_section import EndpointConfig
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.distill import POLICY, DistillConfig, EnvironmentDistill
-from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.evaluation_job import Evaluation, read_evaluation
 from megatron_rl.recipe.model import ModelConfig
 from megatron_rl.recipe.own_code import check_file, kept
-from megatron_rl.recipe.registry import (
-    asks_reward_model,
-    check_files,
-    environment_arguments,
-    environment_class,
-    with_kept_files,
-)
+from megatron_rl.recipe.registry import check_files, with_kept_files
 from megatron_rl.recipe.removed import REMOVED, tolerated_keys
 from megatron_rl.recipe.section import Section, flat
-from megatron_rl.recipe.teacher_files import TeacherFiles, against_teacher, teacher_files
 
 _FREE_FORM = (("environment", "args"), ("environments", ITEM, "args"), ("inference", "vllm", "args"))
 """Keys below these sections belong to the environment or to vLLM, so RunConfig does not know them."""
@@ -109,14 +100,14 @@ def load_recipe(
         raise _refusal_of(error, Path(asked), locate) from error
     if published:
         published.check(config.model, locate)
-    _check_environments(config, locate)
+    check_environments(config, locate)
     absolute = _with_absolute_paths(config.model_dump(), RunConfig, folder_of, locate)
     config = RunConfig.model_validate(absolute)
-    config = _with_teachers(config, caches, locate, filled)
+    config = with_teachers(config, caches, locate, filled)
     if not trusted:
         refuse_code_of_others(config, written)
     run = RunDir(Path(asked).parent)  # resolved.yaml of a run lies beside the run's copies of the user's code
-    for place, one in _environments(config).items() if config.generates else ():
+    for place, one in environments_of(config).items() if config.generates else ():
         try:
             check_files(with_kept_files(one, run))
         except ValueError as error:
@@ -264,123 +255,3 @@ def _with_absolute_paths(
         return with_absolute_paths(values, section, folder_of, prefix)
     except NoPath as error:
         raise BadInput(f"{locate(error.key)[0]}: {error}") from error
-
-
-def _environments(config: RunConfig) -> dict[KeyPath, EnvironmentConfig]:
-    if config.environment is not None:
-        return {("environment",): config.environment}
-    return {("environments", str(number)): one for number, one in enumerate(config.environments or ())}
-
-
-def files_of_teacher(teacher: str, caches: Sequence[Path] = ()) -> TeacherFiles | None:
-    """Return the files of a teacher; None for the policy itself, or if this machine does not have them. Raises
-    ConfigurationError if they hold no model. `caches`: as for `load_recipe`."""
-    folder = None if teacher == POLICY else find_folder(teacher, caches)
-    return teacher_files(folder) if folder else None
-
-
-def _with_teachers(config: RunConfig, caches: Sequence[Path], locate: Locate, filled: dict[str, str]) -> RunConfig:
-    """Check the teachers of a recipe as far as their files are on this machine, and fill in their sizes. Raises
-    BadInput with every problem of the first that has some."""
-    own = config.tokenizer.path if config.tokenizer.type == "huggingface" else None
-    tokenizer = find_folder(own, caches) if own else None
-
-    def sized(place: KeyPath, teaching: DistillConfig) -> dict[str, int]:
-        """Return the keys to add to a section of the recipe that names this teacher."""
-        try:
-            teacher = files_of_teacher(teaching.teacher, caches)
-            problems = [*against_teacher(config, teaching, teacher, tokenizer)]
-        except ValueError as error:
-            teacher, problems = None, [str(error)]
-        if problems:
-            at = locate((*place, "teacher"))[0]
-            raise BadInput(f"{at}: {problem}" for problem in problems)
-        if teacher is None or teaching.parameters is not None:
-            return {}
-        filled[".".join((*place, "parameters"))] = str(teacher.folder)
-        return {"parameters": teacher.parameters}
-
-    distill, environments = config.distill, config.environments
-    if distill is not None:
-        distill = distill.model_copy(update=sized(("distill",), distill))
-    if environments is not None:
-        environments = [*environments]
-        for number, one in enumerate(environments):
-            teaching = one.distill.over(config.distill) if one.distill else None
-            if one.distill is None or teaching is None:
-                continue
-            found = sized(("environments", str(number), "distill"), teaching)
-            if one.distill.teacher is not None and found:
-                of_environment = EnvironmentDistill.model_validate({**one.distill.model_dump(), **found})
-                environments[number] = one.model_copy(update={"distill": of_environment})
-    return config.model_copy(update={"distill": distill, "environments": environments})
-
-
-def _check_environments(config: RunConfig, locate: Locate) -> None:
-    problems = []
-    for place, one in _environments(config).items():
-        of = f" (environment {one.name!r})" if config.environments else ""
-        try:
-            arguments = environment_arguments(one)
-            if isinstance(arguments, EndpointConfig) and arguments.timeout_s >= config.job.silence_limit_s:
-                key = (*place, "args", "timeout_s")
-                problems.append(
-                    f"{locate(key)[0]}: {'.'.join(key)} {arguments.timeout_s:g}{of} must be below job.silence_limit_s "
-                    f"{config.job.silence_limit_s}: a program that works that long without a call looks like a hang"
-                )
-        except ValidationError as error:
-            keys = environment_class(one.name).Config
-            found = validation_problems(error, keys, locate, prefix=(*place, "args"))
-            problems += [f"{problem}{of}" for problem in found]
-        except ValueError as error:
-            problems.append(f"{locate((*place, 'name'))[0]}: {'.'.join((*place, 'name'))}: {error}")
-            continue
-        if problem := _against_teacher_prompt(config, one):
-            problems.append(f"{locate((*place, 'args'))[0]}: {'.'.join((*place, 'args'))}.{problem}{of}")
-        credits = getattr(one, "trained_on", True) and not config.supervised
-        if not credits or config.algorithms.by(getattr(one, "id", "")).turn_discount is None:
-            continue
-        if not getattr(environment_class(one.name), "several_turns", True):
-            own = getattr(one, "grpo", None)
-            section = (*place, "grpo") if own and "turn_discount" in own.model_fields_set else ("grpo",)
-            problems.append(
-                f"{locate((*section, 'turn_discount'))[0]}: {'.'.join(section)}.turn_discount is set, and environment "
-                f"{one.name!r} answers in one turn: leave it out, or set it for the "
-                "environments of agents alone (environments.N.grpo.turn_discount)"
-            )
-    problems += _of_reward_model(config, locate)
-    if problems:
-        raise BadInput(problems)
-
-
-def _against_teacher_prompt(config: RunConfig, environment: EnvironmentConfig) -> str:
-    """Return why the environment's own prompt for a teacher, or the lack of one, makes no sense; empty if it does."""
-    trained_on = getattr(environment, "trained_on", True) and not config.supervised
-    if not trained_on or "teacher_prompt" not in environment_class(environment.name).Config.model_fields:
-        return ""
-    given = environment.args.get("teacher_prompt") is not None
-    teaching = config.teachings.by_id[getattr(environment, "id", "")]
-    if given and teaching is None:
-        return "teacher_prompt is given, and no teacher reads it: give distill, or leave it out"
-    if not given and teaching is not None and teaching.teacher == POLICY:
-        return "teacher_prompt is missing, and distill.teacher is policy, which would judge what it has read itself"
-    return ""
-
-
-def _of_reward_model(config: RunConfig, locate: Locate) -> Iterator[str]:
-    """Refuse a reward model that nothing asks, and environments that ask one which the run does not start."""
-    asking = []
-    for place, one in _environments(config).items():
-        with suppress(ValueError):  # bad arguments are reported elsewhere
-            asking += [place] * asks_reward_model(one)
-    if config.reward is not None and not asking:
-        yield (
-            f"{locate(('reward',))[0]}: reward is given, and no environment asks it: give environment judge the "
-            "argument reward_model without a url ({} is enough), or leave reward out"
-        )
-    for place in asking if config.reward is None else ():
-        key = (*place, "args", "reward_model")
-        yield (
-            f"{locate(key)[0]}: {'.'.join(key)} has no url, and the run starts no reward model: give the url of a "
-            "server and its model, or reward.model and reward.replicas.nodes"
-        )
