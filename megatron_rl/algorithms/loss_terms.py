@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megatron_rl.algorithms.trained_tokens import LOG_RATIO_LIMIT, TrainedTokens
-from megatron_rl.recipe.grpo import ImportanceConfig, KlEstimator, RatioBounds, RejectionConfig
+from megatron_rl.recipe.grpo import KlEstimator
+from megatron_rl.recipe.ratio_bounds import ImportanceConfig, RatioBounds, RejectionConfig
 
 
 @torch.no_grad()

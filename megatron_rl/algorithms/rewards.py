@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_rl.recipe.grpo import OverlongConfig
+from megatron_rl.recipe.kept_answers import OverlongConfig
 
 
 def overlong_penalty(length: Tensor, *, max_new_tokens: int, buffer: int, penalty: float) -> Tensor:

@@ -20,7 +20,8 @@ from megatron_rl.contract.records import LOOK_S, PATIENCE_S, UnreadableRecord
 from megatron_rl.recipe.contradictions import contradictions
 from megatron_rl.recipe.engines import AUTO
 from megatron_rl.recipe.errors import ConfigurationError
-from megatron_rl.recipe.grpo import USUAL_DUAL_CLIP, USUAL_UPPER, ImportanceConfig
+from megatron_rl.recipe.grpo import USUAL_DUAL_CLIP
+from megatron_rl.recipe.ratio_bounds import USUAL_UPPER, ImportanceConfig
 from megatron_rl.recipe.removed import without_removed
 from megatron_rl.recipe.sections import Sections
 

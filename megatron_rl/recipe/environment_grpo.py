@@ -14,13 +14,11 @@ from megatron_rl.recipe.grpo import (
     BaselineName,
     BatchOver,
     GrpoConfig,
-    ImportanceConfig,
     KlEstimator,
-    OverlongConfig,
-    RejectionConfig,
-    SignalFilter,
 )
+from megatron_rl.recipe.kept_answers import OverlongConfig, SignalFilter
 from megatron_rl.recipe.own_code import is_own
+from megatron_rl.recipe.ratio_bounds import ImportanceConfig, RejectionConfig
 from megatron_rl.recipe.section import NonNegativeFloat, PositiveInt, Section
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
+from megatron_rl.recipe.kept_answers import DynamicSamplingConfig, OverlongConfig
 from megatron_rl.recipe.own_code import is_own, name_or_own, name_or_own_words
+from megatron_rl.recipe.ratio_bounds import ImportanceConfig, RejectionConfig
 from megatron_rl.recipe.section import (
     NonNegativeFloat,
-    NonNegativeInt,
     PathMark,
     PositiveFloat,
     PositiveInt,
@@ -53,7 +52,6 @@ CLIP_RANGES = {
 RANGE_OF_KL = (0.05, 0.05)  # the same of `policy_loss: dppo` with `dppo_divergence: kl`
 USUAL_RANGE = (0.2, 0.2)
 USUAL_DUAL_CLIP = 3.0  # default of dual_clip where tokens may be off policy
-USUAL_UPPER = 2.0  # default of importance.upper where another policy may have sampled
 WIDEST_OF_GSPO = 0.1  # largest eps_low and eps_high that gspo accepts
 OF_BOUNDED = frozenset({"eps_low", "eps_high"})
 READ_BY = {
@@ -66,124 +64,6 @@ READ_BY = {
     "reinforce": frozenset[str](),
 }
 """Keys that each policy loss reads; the other ones of these must be null."""
-
-
-class OverlongConfig(Section):
-    """Treatment of answers that reach `sampling.max_new_tokens`."""
-
-    mode: Literal["none", "mask", "penalty"] = "none"
-    """none: as scored. mask: their tokens carry no loss. penalty: DAPO's soft punishment (arXiv 2503.14476, equation
-    13)."""
-    buffer: NonNegativeInt = 0
-    """Tokens before the limit over which the penalty grows linearly (`mode: penalty`)."""
-    penalty: NonNegativeFloat = 0.5
-    """Amount subtracted from the reward at the limit (`mode: penalty`). The default suits rewards of 1 and 0: DAPO,
-    verl and NeMo-RL subtract 1 where a right answer earns 1 and a wrong one -1, which is also half of the difference.
-    With as much as the whole difference, a long right answer is worth no more than a wrong one."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_present_default(cls, values: Any) -> Any:
-        """Leave out the default that runs of earlier versions recorded for a penalty that they do not read."""
-        if isinstance(values, Mapping) and values.get("mode", "none") != "penalty" and values.get("penalty") == 1.0:
-            return {key: value for key, value in values.items() if key != "penalty"}
-        return values
-
-    @model_validator(mode="after")
-    def _has_buffer(self) -> OverlongConfig:
-        if self.mode == "penalty" and self.buffer == 0:
-            raise ValueError("mode: penalty needs buffer, the tokens over which the penalty grows")
-        return self
-
-
-class SignalFilter(Section):
-    """Groups that are replaced by further prompts."""
-
-    enabled: bool = False
-    """Turn dynamic sampling on."""
-    min_accuracy: float | None = None
-    """Also replace groups whose mean accuracy is lower; default: no such limit."""
-    max_accuracy: float | None = None
-    """Also replace groups whose mean accuracy is higher; default: no such limit. Example: 0.2 and 0.8 keep the
-    problems that are neither hard nor easy."""
-
-    @model_validator(mode="after")
-    def _limits_are_used(self) -> SignalFilter:
-        low, high = self.min_accuracy, self.max_accuracy
-        name = "min_accuracy" if low is not None else "max_accuracy" if high is not None else None
-        if name and not self.enabled:
-            raise ValueError(f"{name} is set, and enabled is false: set enabled to true, or leave {name} out")
-        if low is not None and high is not None and low > high:
-            raise ValueError(
-                f"min_accuracy {low:g} is above max_accuracy {high:g}, so that no group would be kept: swap them"
-            )
-        return self
-
-
-class DynamicSamplingConfig(SignalFilter):
-    """Replace groups whose answers are all equally right by further prompts (DAPO). How right an answer is says
-    environment.accuracy, never a penalty on its length. The number of prompts drawn at once is estimated from the
-    recent share of usable groups. Surplus groups are carried into the next step."""
-
-    max_rounds: PositiveInt = 8
-    """Limit of the prompts drawn for a step: max_rounds * prompts_per_step. After that the step trains on what it has,
-    groups without signal included."""
-
-
-class RatioBounds(Section):
-    """Bounds of the ratio r = p(before the step) / p(when sampled) of a token or an answer."""
-
-    level: Literal["token", "sequence", "geometric"] = "token"
-    """Ratio r of a token. token: its own. sequence: the product over all trained tokens of its answer. geometric: the
-    geometric mean over them. The last two cost one more forward pass where a step has a single update."""
-    lower: PositiveFloat | None = None
-    """Lower bound of r; default: none."""
-    upper: PositiveFloat | None = None
-    """Upper bound of r; default: none."""
-
-    @model_validator(mode="after")
-    def _has_bounds_in_order(self) -> RatioBounds:
-        if self.lower is None and self.upper is None:
-            raise ValueError("needs a bound, such as upper: 2.0")
-        if (self.lower or 0.0) > (self.upper or math.inf):
-            raise ValueError(f"lower {self.lower} is above upper {self.upper}")
-        return self
-
-
-class ImportanceConfig(RatioBounds):
-    """Correction for tokens that another policy sampled than the one before the step: an engine whose log-probs differ
-    slightly from the trainer's, or older weights. The loss of each token is multiplied by an importance weight, the
-    ratio r = p(before the step) / p(when sampled), and a ratio outside the bounds counts as the bound. Clipping is then
-    relative to the policy before the step (decoupled PPO, arXiv 2505.24298)."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _has_present_keys(cls, values: Any) -> Any:
-        if isinstance(values, Mapping) and values.get("mode") == "truncate":  # recorded by runs of earlier versions
-            values = {key: value for key, value in values.items() if key != "mode"}
-        if isinstance(values, Mapping) and (old := {"cap", "mode"} & values.keys()):
-            raise ValueError(
-                f"{min(old)} is of earlier versions: importance always truncates, between lower and upper (once cap); "
-                "in place of mode: mask give grpo.rejection the same level, lower and "
-                "upper, beside importance or without it"
-            )
-        return values
-
-
-class RejectionConfig(RatioBounds):
-    """Tokens that are not trained on, because they are too unlikely to be the policy's: those whose ratio r =
-    p(before the step) / p(when sampled), or that of their answer, is outside the bounds. All their terms in the loss
-    are 0. They still count in the mean over tokens or answers, as in TRL, NeMo-RL and prime-rl; verl leaves them out
-    there too, so its remaining tokens weigh more."""
-
-    @model_validator(mode="after")
-    def _keeps_something(self) -> RejectionConfig:
-        if not (self.lower or 0.0) < 1 < (self.upper or math.inf):
-            raise ValueError(
-                "only ratios between lower and upper are kept, which must include 1, the ratio of tokens that need no "
-                "correction"
-            )
-        return self
 
 
 _OWN_DIVISOR: dict[str, tuple[tuple[AdvantageStd, ...], str]] = {

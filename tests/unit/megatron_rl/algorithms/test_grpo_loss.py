@@ -13,7 +13,8 @@ from megatron_rl.algorithms.loss import grpo_loss
 from megatron_rl.algorithms.loss_terms import answer_log_ratios, importance_weights, kept
 from megatron_rl.algorithms.trained_tokens import TrainedTokens
 from megatron_rl.rank.metrics.stats import combined
-from megatron_rl.recipe.grpo import GrpoConfig, ImportanceConfig, RejectionConfig
+from megatron_rl.recipe.grpo import GrpoConfig
+from megatron_rl.recipe.ratio_bounds import ImportanceConfig, RejectionConfig
 
 OPTIONS = [
     GrpoConfig(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_rl.algorithms.rewards import overlong_penalty, trained_mask
-from megatron_rl.recipe.grpo import OverlongConfig
+from megatron_rl.recipe.kept_answers import OverlongConfig
 
 PENALTY = OverlongConfig(mode="penalty", buffer=4, penalty=0.5)
 
