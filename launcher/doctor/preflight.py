@@ -31,7 +31,7 @@ from megatron_rl.recipe.data_files import is_text_file
 from megatron_rl.recipe.extras import OF_RANKS, install_command, is_installed, missing, names
 from megatron_rl.recipe.fixed_models import VLLM_SECTIONS
 from megatron_rl.recipe.hf_config import CONFIG_FILE
-from megatron_rl.recipe.model import package_of
+from megatron_rl.recipe.hub import package_of
 from megatron_rl.recipe.registry import required_extras
 from megatron_rl.recipe.vllm import VllmConfig
 

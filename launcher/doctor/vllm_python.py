@@ -15,7 +15,7 @@ from megatron_rl.contract.paths import INFER
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.fixed_models import VLLM_SECTIONS
 from megatron_rl.recipe.vllm import VllmConfig
-from megatron_rl.recipe.vllm_releases import CPU_BUILD, TRIED, nearest, package_of, untried
+from megatron_rl.recipe.vllm_releases import CPU_BUILD, TRIED, distribution_of, nearest, untried
 
 OLDEST_PYTHON = (3, 11)
 
@@ -88,7 +88,7 @@ def vllm_later(config: RunConfig, profile: Profile) -> DoctorFinding:
 def _install(version: str, named: str) -> str:
     """Command that installs the tried vLLM that is nearest to a version into a separate environment, as README.md does,
     and the option that names its Python. `named`: that option, up to its value."""
-    package, release = package_of(version), nearest(version)
+    package, release = distribution_of(version), nearest(version)
     on_cpu = version.endswith(CPU_BUILD)
     index = f"--extra-index-url {CPU_INDEX} " if on_cpu else ""
     pins = f"constraints-{package}{'' if release == TRIED[-1] else f'-{release}'}.txt"  # that were tried together

@@ -30,7 +30,7 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CachedRepository
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.distill import POLICY
-from megatron_rl.recipe.model import exported_folder, is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.hub import exported_folder, is_hub_name, is_prefetched, package_of
 from megatron_rl.recipe.registry import required_datasets
 
 Kind = Literal["image", "model", "tokenizer", "dataset"]

@@ -29,7 +29,7 @@ from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import KeptFiles
 from megatron_rl.recipe.config import RunConfig
-from megatron_rl.recipe.model import is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.hub import is_hub_name, is_prefetched, package_of
 from megatron_rl.recipe.registry import environment_class, required_datasets
 from megatron_rl.recipe.requests import RowsRequest
 

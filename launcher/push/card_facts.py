@@ -25,7 +25,7 @@ from megatron_rl.contract.records import if_readable, read
 from megatron_rl.contract.run_records import CodeSnapshot
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.extras import PACKAGE
-from megatron_rl.recipe.model import is_hub_name
+from megatron_rl.recipe.hub import is_hub_name
 from megatron_rl.recipe.registry import required_datasets
 from megatron_rl.recipe.section import flat
 

@@ -17,7 +17,7 @@ from launcher.recipe.problems import KeyPath
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.data_files import names_a_file
 from megatron_rl.recipe.environment_section import EnvironmentConfig
-from megatron_rl.recipe.model import is_hub_name, package_of
+from megatron_rl.recipe.hub import is_hub_name, package_of
 from megatron_rl.recipe.own_code import CodeReference, beside, is_own
 from megatron_rl.recipe.registry import environment_class
 from megatron_rl.recipe.section import PathMark, Section

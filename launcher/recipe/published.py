@@ -22,7 +22,8 @@ from megatron_rl.recipe.hf_config import (
     published_config,
     read_hf_config,
 )
-from megatron_rl.recipe.model import ModelConfig, exported_folder, is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.hub import exported_folder, is_hub_name, is_prefetched, package_of
+from megatron_rl.recipe.model import ModelConfig
 
 MODELS = Path(__file__).with_name("models.yaml")
 

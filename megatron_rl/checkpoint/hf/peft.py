@@ -25,9 +25,9 @@ from megatron_rl.model.platform.device import Device
 from megatron_rl.recipe.adapters import KEY, check_adapters, check_base, check_whole
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.hf_config import CONFIG_FILE
-from megatron_rl.recipe.hub import local_folder
+from megatron_rl.recipe.hub import is_hub_name, local_folder
 from megatron_rl.recipe.lora_section import LoraConfig
-from megatron_rl.recipe.model import ModelConfig, is_hub_name
+from megatron_rl.recipe.model import ModelConfig
 
 ADAPTER = "adapter"  # folder of the adapters in PEFT's format, in that of the merged weights
 WEIGHTS_FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"

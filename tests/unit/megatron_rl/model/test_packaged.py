@@ -8,8 +8,7 @@ import pytest
 
 from megatron_rl.model.packaged import NotPackaged, gguf_of, main
 from megatron_rl.model.tokenizer import build_tokenizer
-from megatron_rl.recipe.hub import local_folder
-from megatron_rl.recipe.model import exported_folder, is_hub_name, package_of
+from megatron_rl.recipe.hub import exported_folder, is_hub_name, local_folder, package_of
 from megatron_rl.recipe.tokenizer_section import TokenizerConfig
 
 
