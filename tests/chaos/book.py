@@ -8,7 +8,14 @@ import time
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+
+class Recovery(NamedTuple):
+    seconds: float
+    """From a fault until the run was beyond the step in which it was hit."""
+    run: str
+    """The run, and its faults until then."""
 
 
 @dataclass
@@ -21,8 +28,7 @@ class Book:
     """Kind of fault -> how often it was drawn."""
     hit: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     """Kind of fault -> phase -> how often it hit something."""
-    recoveries: list[float] = field(default_factory=list)
-    """Seconds from each fault until the run was beyond the step in which it was hit."""
+    recoveries: list[Recovery] = field(default_factory=list)
     resumed: Counter[str] = field(default_factory=Counter)
     """Reason why a run stayed away until its user resumed it -> how often."""
     runs: defaultdict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))

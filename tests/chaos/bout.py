@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from book import Book
+from book import Book, Recovery
 from fault import Fault, Target, Undo, nothing_to_undo
 from file_faults import make, preloaded
 from full_disks import FULL_TEMPORARY
@@ -38,6 +38,8 @@ TWO_AT_ONCE = 0.25
 EMPTY_CACHE = 0.3
 """Chance of a run with an empty cache, which teaches its base model itself."""
 SOON_S = 10.0
+LONG_PAUSE_S = 180.0
+"""Pause of a job that is not waited for. Slurm's own after a requeue is shorter."""
 EVERY_S = 1.5
 """Seconds between two questions to Slurm."""
 SHARED = ("slurmctld", "slurmdbd")
@@ -124,7 +126,8 @@ class Bout:
                 time.sleep(self.chance.uniform(0.3, LONGEST_FAULT_S))
                 self.undo(undone)
                 if self.wait_until_beyond(step):
-                    self.arena.book.recoveries.append(time.monotonic() - began)
+                    taken = Recovery(time.monotonic() - began, f"{self.name} after: {', '.join(self.hit)}")
+                    self.arena.book.recoveries.append(taken)
         finally:
             self.undo(undone)
         self.finish()
@@ -282,15 +285,18 @@ class Bout:
         )
 
     def hasten(self) -> None:
-        """Do not wait for a pause that the run has given itself, such as a quarter of an hour for a full disk."""
+        """End a long pause that the run has given itself, such as a quarter of an hour for a full disk. Slurm knows of
+        it also where the disk was too full for a line in the ledger."""
         if time.monotonic() < self.hastened + SOON_S:
             return
         self.hastened = time.monotonic()
-        with contextlib.suppress(LabError, ValueError, IndexError, subprocess.TimeoutExpired):
-            ends = self.run.ledger()[-1:]
-            if ends and (ends[0].get("not_before") or 0.0) > time.time() + SOON_S and self.state() == "PENDING":
+        with contextlib.suppress(LabError, ValueError, subprocess.TimeoutExpired):
+            squeue = ("squeue", "--noheader", "--states=PENDING", "--format=%r %S", "--jobs", self.run.job)
+            reason, begins = self.arena.lab.run(*squeue, SLURM_TIME_FORMAT="%s").split()
+            pause = float(begins) - time.time()
+            if reason == "BeginTime" and pause > LONG_PAUSE_S:
                 self.arena.lab.run("scontrol", "update", f"JobId={self.run.job}", "StartTime=now")
-                self.note("hastened", seconds=round(ends[0]["not_before"] - time.time()))
+                self.note("hastened", seconds=round(pause))
 
     # Looks
 

@@ -9,6 +9,8 @@ from statistics import median
 from book import Book
 from flatness import Growth
 
+SLOWEST = 5
+
 
 def report(book: Book, growths: Sequence[Growth], facts: dict[str, str]) -> str:
     """Return the report in Markdown. facts: what it ran on."""
@@ -16,13 +18,15 @@ def report(book: Book, growths: Sequence[Growth], facts: dict[str, str]) -> str:
     ended = sum(count for results in book.runs.values() for count in results.values())
     equal = sum(results["equal"] for results in book.runs.values())
     once = sum(results["settled once"] for results in book.runs.values())
-    slowest = f"{median(book.recoveries):.0f} s, at most {max(book.recoveries):.0f} s" if book.recoveries else "none"
+    taken = [one.seconds for one in book.recoveries]
+    spread = f"median {median(taken):.0f} s, at most {max(taken):.0f} s" if taken else "none"
+    slowest = [(f"{one.seconds:.0f}", one.run) for one in sorted(book.recoveries, reverse=True)[:SLOWEST]]
     summary = {
         **facts,
         "minutes": f"{book.seconds() / 60:.1f}",
         "runs": f"{ended}: {equal} with the undisturbed record, {once} with each prompt settled once",
         "faults": f"{hits} of {len(book.hit)} kinds",
-        "recoveries": f"{len(book.recoveries)}, median {slowest}",
+        "recoveries": f"{len(taken)}, {spread}",
         "left behind": str(len(book.leaks)),
         "failures": str(len(book.failures)),
     }
@@ -35,6 +39,8 @@ def report(book: Book, growths: Sequence[Growth], facts: dict[str, str]) -> str:
         _table(("end", "attempts"), book.attempts.most_common()),
         "\n## Faults\n",
         _table(("kind", "drawn", "hit", "in phase"), (_row(book, kind) for kind in sorted(book.drawn))),
+        "\n## Slowest recoveries\n",
+        _table(("seconds", "run"), slowest),
         "\n## Runs that stayed away until their user resumed them\n",
         _table(("reason", "times"), book.resumed.most_common()),
         "\n## Long-lived processes\n",
