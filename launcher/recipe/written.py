@@ -94,11 +94,18 @@ class Written:
         return folder
 
     def overridden(self, overrides: Sequence[Override]) -> Written:
-        """Lay overrides over the files; later ones win. Raises BadInput for a missing item of a list."""
-        values = copy.deepcopy(self.values)
-        for override in overrides:
+        """Lay overrides over the files; later ones win. As in a file, an environment of another name replaces the whole
+        section of the files. Raises BadInput for a missing item of a list."""
+        values, places = copy.deepcopy(self.values), self.places
+        for at, override in enumerate(overrides):
+            if _names_another(values, override):
+                values["environment"] = {}
+                places = {key: place for key, place in places.items() if key[0] != "environment" or len(key) == 1}
+                for earlier in overrides[:at]:
+                    if earlier.path[0] == "environment" and len(earlier.path) > 1:
+                        _apply(values, earlier)
             _apply(values, override)
-        return Written(self.files, values, self.places, tuple(overrides))
+        return Written(self.files, values, places, tuple(overrides))
 
     def _override(self, key: KeyPath) -> Override | None:
         found = (one for one in reversed(self.overrides) if key[: len(one.path)] == one.path)
@@ -208,6 +215,16 @@ def _merge(
 
 def _is_another(path: KeyPath, before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     return path == ("environment",) and value.get("name", before.get("name")) != before.get("name")
+
+
+def _names_another(values: Mapping[str, Any], override: Override) -> bool:
+    before = values.get("environment")
+    return (
+        override.path == ("environment", "name")
+        and isinstance(before, Mapping)
+        and "name" in before
+        and (before["name"] != override.value)
+    )
 
 
 def _apply(values: dict[str, Any], override: Override) -> None:

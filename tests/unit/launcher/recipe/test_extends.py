@@ -74,6 +74,16 @@ def test_another_environment_replaces_the_section_of_the_base(folder):
     assert (environment.name, environment.args) == ("arithmetic", {})
 
 
+def test_an_override_with_another_environment_replaces_the_section_too(folder):
+    named = "environment.name=gsm8k"
+    for overrides in ([named, "environment.args.held_out=0.1"], ["environment.args.held_out=0.1", named]):
+        found = load_recipe("qwen2.5-3b-dapo", overrides)
+        assert found.config.environment is not None
+        assert found.config.environment.args == {"held_out": 0.1}, "and not the data of the base"
+    same = load_recipe("qwen2.5-3b-dapo", ["environment.name=math"]).config
+    assert same == load_recipe("qwen2.5-3b-dapo").config
+
+
 def test_an_error_names_the_file_that_holds_the_value(folder):
     asked = write(folder, "own.yaml", MINE.replace("prompts_per_step: 32", "prompts_per_step: many"))
     assert problem(asked) == f"{asked}:3: grpo.prompts_per_step: expected an integer > 0, got 'many'"
