@@ -98,6 +98,8 @@ class Countdown(DrawnProblems):
         return 1.0 if right else float(self.config.format_reward)
 
     def gold_response(self, problem: Problem) -> str:
+        if "expression" not in problem.golden:
+            raise NotImplementedError("rows of countdown have no right expression, only the target")
         return TAGS.written(problem.golden["expression"])
 
     def wrong_response(self, problem: Problem) -> str:

@@ -27,6 +27,8 @@ from megatron_rl.generate.engine.interface import FinishReason
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.section import NonNegativeInt, PositiveInt
 
+BY_NUMBER = "Answer with the number of your next action."
+
 
 class GymConfig(PromptConfig):
     """Arguments of the environment `gym`."""
@@ -37,8 +39,9 @@ class GymConfig(PromptConfig):
     """Keyword arguments of `gymnasium.make`."""
     actions: dict[str, int] = {}
     """Actions by the word that the model uses for them; default: the number of the action."""
-    instruction: str = "Answer with the number of your next action."
-    """Text before the first observation."""
+    instruction: str | None = None
+    """Text before the first observation. Default: it asks for the name of the next action, one of `actions`, or for its
+    number."""
     episodes: PositiveInt = 256
     """Number of training episodes: seeds from 0."""
     held_out: NonNegativeInt = 64
@@ -94,6 +97,8 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         longest_first = sorted(self._words, key=len, reverse=True)
         self._action = re.compile("|".join(map(_named, longest_first)), re.IGNORECASE)
         self._meant = [self._words[word] for word in longest_first]
+        named = f"Answer with your next action: {', '.join(config.actions)}." if config.actions else BY_NUMBER
+        self._instruction = named if config.instruction is None else config.instruction
         self.prompt_format = prompt_format(tokenizer, config)
 
     def training_problems(self) -> Sequence[Problem]:
@@ -140,7 +145,7 @@ class GymEnvironment(MultiTurnAgent, Demonstrator):
         return [Problem(self._prompt(self._play(seed, []).observation), {"seed": seed}) for seed in seeds]
 
     def _prompt(self, observation: str) -> str:
-        message = "".join(f"{part}\n" for part in (self.config.instruction, observation) if part)
+        message = "".join(f"{part}\n" for part in (self._instruction, observation) if part)
         return render_prompt(self.tokenizer, message, self.config)
 
     def _play(self, seed: int, responses: Sequence[str], *, keyed: bool = False) -> EpisodeState:

@@ -51,7 +51,7 @@ class ReasoningGymConfig(DrawnProblemsConfig, PromptConfig):
     scoring: Literal["dataset", "last_number", "distance"] = "dataset"
     """dataset: the dataset's own score of the whole answer, which may be partial. last_number: 1 if the last number of
     the answer is right, else 0. distance: 1 / (1 + distance from the right number), 0 without a number: wrong answers
-    to a problem still differ in reward."""
+    to a problem still differ in reward. The last two are for tasks whose right answers are numbers."""
     scorers: PositiveInt = 2
     """Number of processes that run the dataset's own scorer, on each rank that generates."""
     score_timeout_s: PositiveFloat = 10.0
@@ -169,6 +169,10 @@ def last_number(text: str) -> Decimal | None:
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
+def _is_number(answer: object) -> bool:
+    return isinstance(answer, str) and _NUMBER.fullmatch(answer.strip()) is not None
+
+
 _DETACHED_SIGN = re.compile(r"((?:^|[=:({\[$])\s*)-\s+(?=[0-9])")
 _NUMBER = re.compile(r"(?:(?<![0-9.])-)?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 
@@ -184,6 +188,11 @@ def _problems(
             raise ValueError(
                 f"environment.args.prompt: {config.dataset} has no field {error}, only {', '.join(fields)}"
             ) from error
+        if config.scoring != "dataset" and not _is_number(task["answer"]):
+            raise ValueError(
+                f"environment.args.scoring: {config.scoring} compares numbers, and a right answer of {config.dataset} "
+                f"is {task['answer']!r}: use dataset"
+            )
         yield Problem(render_prompt(tokenizer, message, config), task)
 
 

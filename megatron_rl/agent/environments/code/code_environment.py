@@ -66,7 +66,7 @@ class CodeEnvironmentConfig(HFDatasetConfig):
     processes: PositiveInt = 4
     """Number of programs that run concurrently on each rank that generates."""
     test_timeout_s: PositiveInt = 6
-    """Processor time of one test, in seconds; the wall-clock limit is four times that."""
+    """Processor time of one test, in seconds; the wall-clock limit is four times that and 20 s."""
     test_memory_gib: PositiveFloat = 1.0
     """Memory limit of one test, in GiB."""
 

@@ -29,7 +29,7 @@ Answer to grade:
 </answer>
 
 {MATERIAL} Compare it with the reference answer and end with
-a line that contains VERDICT: and a number from 0 (wrong) to 10 (entirely right).
+a line that contains VERDICT: and a number from 0 (wrong) to {{best}} (entirely right).
 """
 RUBRIC_PROMPT = f"""\
 You grade an answer to a question by each of these criteria:
@@ -47,7 +47,7 @@ Answer to grade:
 </answer>
 
 {MATERIAL} End with a line for each criterion: its name, a
-colon, and a number from 0 (not met) to 10 (entirely met).
+colon, and a number from 0 (not met) to {{best}} (entirely met).
 """
 COMPARE_PROMPT = f"""\
 Which of two answers to a question is better?
@@ -143,7 +143,7 @@ class JudgeConfig(ScoringModel):
     prompt: str | None = None
     """Prompt in Python's format syntax, with {question}, {response}, and {answer}, the reference. It must request a
     line such as VERDICT: 7. With `rubric` it must show {criteria}, and request a line such as NAME: 7 for each.
-    Default: one that compares with the reference answer, or grades by the rubric."""
+    Default: one that compares with the reference answer, or grades by the rubric, from 0 to `best`."""
     rubric: list[Criterion] = []
     """Criteria, each with a score from 0 to `best`; the reward is their weighted mean. Default: one verdict."""
     calls: Literal["one", "each"] = "one"
@@ -152,7 +152,7 @@ class JudgeConfig(ScoringModel):
     compare: CompareConfig | None = None
     """Comparison of the answers of a group with one another, instead of a verdict for each; default: none."""
     best: PositiveFloat = 10.0
-    """Verdict that maps to a reward of 1; 0 maps to 0."""
+    """Verdict that maps to a reward of 1; 0 maps to 0. A prompt of your own must name the same."""
     max_tokens: PositiveInt | None = 1024
     """Longest reply, in tokens; null: omit the field, for a judge that rejects it."""
     temperature: NonNegativeFloat | None = 0.0
@@ -160,7 +160,7 @@ class JudgeConfig(ScoringModel):
 
     @property
     def prompt_text(self) -> str:
-        return self.prompt or (RUBRIC_PROMPT if self.rubric else PROMPT)
+        return self.prompt or (RUBRIC_PROMPT if self.rubric else PROMPT).replace("{best}", f"{self.best:g}")
 
     @model_validator(mode="after")
     def _asks_for_what_is_read(self) -> JudgeConfig:

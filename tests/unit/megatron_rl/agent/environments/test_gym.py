@@ -44,6 +44,12 @@ def test_reaching_the_goal_is_rewarded() -> None:
     assert "(Right)\nSFFF\nFHFH\nF[F]FH\nHFFG\n" in Lines().decode(one.tokens)
 
 
+def test_without_an_instruction_the_model_is_asked_for_what_is_read() -> None:
+    (words, *_), (numbers, *_) = (each.training_problems() for each in (build(), build(actions={})))
+    assert words.prompt.startswith("Answer with your next action: left, down, right, up.\n[S]")
+    assert numbers.prompt.startswith("Answer with the number of your next action.\n[S]")
+
+
 def test_turns_have_their_rewards_and_the_observation_before_them_as_key() -> None:
     first, second, third = play(build(invalid_action_reward=-2.5), "down", "left", "swim").turn_scores
     assert [each.reward for each in (first, second, third)] == [0.0, 0.0, -2.5]

@@ -39,6 +39,13 @@ async def no_pause(_: float) -> None:
     pass
 
 
+@pytest.mark.parametrize("rubric", [[], [{"name": "brief", "text": "It is brief."}]])
+@pytest.mark.parametrize(("best", "written"), [(10.0, "10"), (1.0, "1"), (2.5, "2.5")])
+def test_the_own_prompts_ask_for_the_scores_that_are_read(best: float, written: str, rubric: list[object]) -> None:
+    prompt = JudgeConfig.model_validate({"url": "u", "model": "m", "best": best, "rubric": rubric}).prompt_text
+    assert re.findall(r"from 0 \([a-z ]+\) to (\S+) \(entirely", prompt) == [written]
+
+
 def judged(handler: Callable[[httpx.Request], httpx.Response], config: JudgeConfig = CONFIG) -> float:
     judge = Judge(config, transport=httpx.MockTransport(handler), sleep=no_pause)
     score = asyncio.run(judge.score("1+1?", "It is {two}.", "2"))

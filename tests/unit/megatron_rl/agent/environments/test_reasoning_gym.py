@@ -96,6 +96,15 @@ def test_reward_by_distance_falls_with_the_distance() -> None:
         assert environment.get_reward(text, {"answer": "-3"}, "stop") == pytest.approx(reward), text
 
 
+@pytest.mark.parametrize("scoring", ["last_number", "distance"])
+@pytest.mark.parametrize("dataset", ["number_sorting", "fraction_simplification"])
+def test_numbers_are_compared_only_where_the_right_answers_are_numbers(dataset: str, scoring: str) -> None:
+    """The last number of `['1', '5', '9']` is 9, and a bare 9 is not the sorted list."""
+    arguments = {"dataset": dataset, "scoring": scoring, "dataset_args": {}, "prompt": "{question}", "draws": 8}
+    with pytest.raises(ValueError, match=f"{scoring} compares numbers, and a right answer of {dataset} is"):
+        build(**arguments)
+
+
 def test_score_of_the_dataset_may_be_partial() -> None:
     environment = build()
     problem = next(each for each in environment.training_problems() if each.golden["answer"] == "12")
