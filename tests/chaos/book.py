@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 class Recovery(NamedTuple):
     seconds: float
-    """From a fault until the run was beyond the step in which it was hit."""
+    """Seconds from a fault until the run was beyond the step in which it was hit."""
     run: str
     """The run, and its faults until then."""
 
