@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -168,7 +169,9 @@ def _files(source: DataSource, scratch: Path) -> list[str]:
     if builder.name not in ("json", "csv", "parquet", "arrow"):
         raise ValueError(f"its files are of the kind {builder.name}: write them as Parquet or JSON lines")
     _check_split(source.split, files)
-    return list(files[source.split])
+    found = list(files[source.split])
+    _check_shards(found)
+    return found
 
 
 def _saved(file: Path, key: str, kind: type) -> list[Any]:
@@ -186,6 +189,19 @@ def _saved(file: Path, key: str, kind: type) -> list[Any]:
 def _check_split(split: str, splits: Collection[str]) -> None:
     if split not in splits:
         raise ValueError(f"there is no split {split!r}, only {', '.join(map(str, splits))}")
+
+
+def _check_shards(files: Sequence[str]) -> None:
+    """Raise ValueError if a file is missing that the names of the others count, as train-00000-of-00003.parquet does: a
+    copy that was interrupted would train on a part of the data set."""
+    present: dict[tuple[str, ...], set[int]] = {}
+    for file in files:
+        if shard := re.match(r"(.*-)([0-9]{5})-of-([0-9]{5})(?![0-9])", file):
+            present.setdefault(shard.group(1, 3), set()).add(int(shard[2]))
+    for (before, count), numbers in present.items():
+        for number in range(int(count)):
+            if number not in numbers:
+                raise ValueError(f"{before}{number:05}-of-{count} is missing: copy the data set again")
 
 
 def _on_this_machine(path: str) -> Path:

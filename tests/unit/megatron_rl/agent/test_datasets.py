@@ -260,6 +260,18 @@ def test_unreadable_data_is_one_clear_error(tmp_path: Path, fields: dict[str, st
         list(read_questions(DataSet(**values)))  # type: ignore[arg-type]
 
 
+def test_a_missing_shard_is_an_error(tmp_path: Path) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(3):
+        table(ROWS if number == 1 else ROWS[:1]).to_parquet(folder / f"train-{number:05}-of-00003-{number}f.parquet")
+    source = DataSet(path=str(folder))
+    assert len(list(read_questions(source))) == len(list(read_questions(DataSet(path=str(as_jsonl(tmp_path))))))
+    (folder / "train-00000-of-00003-0f.parquet").unlink()
+    with pytest.raises(ValueError, match="train-00000-of-00003 is missing: copy the data set again"):
+        list(read_questions(source))
+
+
 def test_answer_at_the_end_of_a_worked_solution_is_found(tmp_path: Path) -> None:
     rows = [
         {"problem": "a", "answer": "#### 1\nno\n#### 42"},
