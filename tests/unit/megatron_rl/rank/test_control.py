@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from thread_ranks import on_threads
 
 from megatron_rl.rank.black_box import waited_in_vain
-from megatron_rl.rank.control import CHILDREN, Control, children, largest, smallest
+from megatron_rl.rank.control import CHILDREN, Control, children, largest
 from megatron_rl.rank.peers import HELLO, PeerLost, Peers
 
 LIMIT = timedelta(seconds=20)
@@ -41,7 +41,7 @@ def test_all_ranks_get_the_same_of_all(size: int) -> None:
             control.share(f"rank {rank}"),
             control.reduce(torch.tensor([[rank, -rank]])).tolist(),
             control.reduce(torch.tensor([rank, -rank], dtype=torch.int32), largest).tolist(),
-            control.reduce(torch.tensor(float(rank)), smallest).item(),
+            control.reduce(torch.tensor(float(rank)), largest).item(),
             sorted(control.join(bytes([rank]) * rank)),
             control.reduce(torch.empty(0)).tolist(),
             control.beside("another thread", LIMIT).gather(rank),
@@ -54,7 +54,7 @@ def test_all_ranks_get_the_same_of_all(size: int) -> None:
         "rank 0",
         [[total, -total]],
         [size - 1, 0],
-        0.0,
+        float(size - 1),
         [rank for rank in ranks for _ in ranks[:rank]],
         [],
         [*ranks],
