@@ -57,7 +57,7 @@ class Group:
 GROUPS: dict[str, tuple[Spec, ...]] = {
     "Learning": (
         Spec("Reward", (("mean_reward", "mean of the step"),)),
-        Spec("Right answers", (("right_ratio", "reward 1"),)),
+        Spec("Right answers", (("right_ratio", "accuracy 1"),)),
         Spec("Components of the reward", (("reward/*", ""),), "Mean of each component, as scored."),
         Spec("Reward by environment", (("environments/*/mean_reward", ""),), "Mean reward of each environment."),
         Spec("Groups with signal", (("nonzero_groups_ratio", "rewards differ"),)),

@@ -18,6 +18,7 @@ from megatron_rl.agent.trajectories import Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.rewards import has_signal, length_rewards, overlong_penalty
 from megatron_rl.model.platform.host_tensors import floats, int64
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class ScoredAnswers:
     """[answers] fp64, reward after `environment.reward_weights`, `grpo.overlong` and `grpo.length_penalty`; advantages
     are computed from it."""
     accuracy: Tensor
-    """[answers] fp64, the component `environment.accuracy`, or else the reward as scored."""
+    """[answers] fp64, see `accuracy_of`."""
     tokens: Tensor
     """[answers] int64, tokens in the loss masks of all sequences of the answer."""
     components: Mapping[str, Tensor]
@@ -78,7 +79,7 @@ def scored_answers(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Scor
     environments = [its for its, count in zip(of_groups, counts, strict=True) for _ in range(count)]
     weights = [environment.reward_weights or {} for environment in environments]
     scored = fp64([answer.reward for answer in answers])
-    accuracy = fp64([accuracy_of(answer, its.accuracy) for answer, its in zip(answers, environments, strict=True)])
+    accuracy = fp64([accuracy_of(answer, its) for answer, its in zip(answers, environments, strict=True)])
     rewards = scored
     if any(weights):
         rewards = fp64([weighted_reward(answer, its) for answer, its in zip(answers, weights, strict=True)])
@@ -122,9 +123,14 @@ def algorithms_of(groups: Sequence[TrajectoryGroup], config: RunConfig) -> Tenso
     return int64([algorithms.index(group.problem.environment) for group in groups])
 
 
-def accuracy_of(answer: Trajectory, component: str | None) -> float:
-    """Return how right an answer is, by the environment's `accuracy` key."""
-    return answer.reward if component is None else answer.components[component]
+def accuracy_of(answer: Trajectory, environment: EnvironmentConfig) -> float:
+    """Return how right an answer is: the component that the environment's `accuracy` names, or else the reward that is
+    trained on, without penalties on its length. 1: right."""
+    if environment.accuracy is not None:
+        return answer.components[environment.accuracy]
+    found = weighted_reward(answer, environment.reward_weights or {})
+    # Weights of 0.01, 0.29 and 0.7 have a sum that is rounded to less than 1.
+    return 1.0 if environment.reward_weights and math.isclose(found, 1.0, rel_tol=1e-12) else found
 
 
 def weighted_reward(answer: Trajectory, weights: Mapping[str, float]) -> float:
@@ -161,8 +167,8 @@ def usable(group: TrajectoryGroup, config: RunConfig) -> bool:
 
 def accuracies(group: TrajectoryGroup, config: RunConfig) -> list[float]:
     """Return how right each answer of the group is: see `environment.accuracy`."""
-    component = config.environment_of(group.problem.environment).accuracy
-    return [accuracy_of(answer, component) for answer in group.trajectories]
+    environment = config.environment_of(group.problem.environment)
+    return [accuracy_of(answer, environment) for answer in group.trajectories]
 
 
 def with_turn_rewards(group: TrajectoryGroup) -> TrajectoryGroup:
@@ -179,9 +185,14 @@ def with_components(group: TrajectoryGroup, names: Set[str]) -> TrajectoryGroup:
     lost."""
     if all(names <= answer.components.keys() for answer in group.trajectories):
         return group
-    lacking = [sorted(names - answer.components.keys()) for answer in group.trajectories]
-    reasons = (f"the reward has no component {its[0]} (environment.reward_weights, accuracy)" for its in lacking if its)
-    return _without(group, [bool(its) for its in lacking], Counter(reasons))
+    reasons = [reason_to_lose(answer, names) for answer in group.trajectories]
+    return _without(group, [*map(bool, reasons)], Counter(filter(None, reasons)))
+
+
+def reason_to_lose(answer: Trajectory, names: Set[str]) -> str | None:
+    """Return why an answer is lost whose reward must have these components; None if it has them."""
+    lacking = sorted(names - answer.components.keys())
+    return f"the reward has no component {lacking[0]} (environment.reward_weights, accuracy)" if lacking else None
 
 
 def _without(group: TrajectoryGroup, missing: Sequence[bool], failures: Counter[str]) -> TrajectoryGroup:

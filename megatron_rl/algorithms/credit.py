@@ -47,6 +47,7 @@ class Credit:
 
     group: Tensor  # [trajectories] index of the group
     rewards: Tensor  # [trajectories] as scored
+    accuracy: Tensor  # [trajectories] see `accuracy_of`
     advantages: Tensor  # [trajectories]; with credit by turn the mean over the trained tokens
     signal: Tensor  # [groups] whether the rewards differ: see `has_signal`
     carries_loss: Tensor  # [trajectories] 1, or 0 if masked as overlong
@@ -88,6 +89,7 @@ def assign_credit(groups: Sequence[TrajectoryGroup], config: RunConfig, known: T
     return Credit(
         group=answers.group,
         rewards=answers.scored,
+        accuracy=answers.accuracy,
         advantages=advantages * of_rewards,
         signal=signal,
         carries_loss=carries_loss,
@@ -151,6 +153,7 @@ def credit_of_rows(groups: Sequence[TrajectoryGroup]) -> Credit:
     return Credit(
         group=torch.tensor(index, dtype=torch.long),
         rewards=torch.zeros(len(index)),
+        accuracy=torch.zeros(len(index)),
         advantages=ones,
         signal=torch.ones(len(groups), dtype=torch.bool),
         carries_loss=ones,

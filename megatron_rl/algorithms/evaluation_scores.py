@@ -18,7 +18,7 @@ from megatron_rl.contract.evaluation_records import (
     SetResult,
 )
 
-RIGHT = 1.0  # reward of a correct answer, as in a run's greedy accuracy
+RIGHT = 1.0  # accuracy of a right answer, see `environment.accuracy`
 
 Z_95 = 1.959964  # standard normal quantile of a two-sided interval of 95 %
 
@@ -70,7 +70,7 @@ def majority(answers: Sequence[ScoredAnswer]) -> float:
     votes: defaultdict[str, list[bool]] = defaultdict(list)
     for answer in answers:
         if answer.vote is not None:
-            votes[answer.vote].append(answer.reward == RIGHT)
+            votes[answer.vote].append(is_right(answer))
     if not votes:
         return 0.0
     most = max(map(len, votes.values()))
@@ -88,8 +88,12 @@ def average(problems: Iterable[Sequence[ScoredAnswer]]) -> MeanScore | None:
     return mean_over_problems([_right(each) / len(each) for each in problems if each])
 
 
+def is_right(answer: ScoredAnswer) -> bool:
+    return (answer.reward if answer.accuracy is None else answer.accuracy) == RIGHT
+
+
 def _right(answers: Sequence[ScoredAnswer]) -> int:
-    return sum(answer.reward == RIGHT for answer in answers)
+    return sum(map(is_right, answers))
 
 
 def result(

@@ -27,6 +27,7 @@ class ScoredAnswer(NamedTuple):
     finish_reason: str  # stop or length
     text: str
     vote: str | None = None  # equal for equivalent answers; None: no comparable answer
+    accuracy: float | None = None  # how right the answer is (`environment.accuracy`), 1: right; None: as its reward
 
 
 @record(event="answers")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, model_validator
 
 from megatron_rl.recipe.distill import EnvironmentDistill
 from megatron_rl.recipe.environment_grpo import EnvironmentGrpo
@@ -28,8 +28,10 @@ class EnvironmentConfig(Section):
     trained on is their weighted sum. Components without a weight are only recorded, and an answer without one of those
     named is lost and counted. Default: the reward as the environment returns it."""
     accuracy: str | None = None
-    """Component of the reward that says how right an answer is, from 0 to 1, for grpo.dynamic_sampling,
-    grpo.length_penalty and curriculum. Default: the reward as the environment returns it."""
+    """Component of the reward that says how right an answer is, from 0 to 1. grpo.dynamic_sampling, grpo.length_penalty
+    and curriculum read it, and an answer with 1 is right in right_ratio, in evaluations and in the pass rates of
+    `mrl evaluate --keep`. Default: the reward that is trained on, without penalties on its length: the weighted sum by
+    reward_weights, or the reward as the environment returns it."""
     reward_timeout_s: PositiveFloat = 600.0
     """Longest time for the reward of one answer, in seconds, from its turn on. An answer whose scoring takes longer is
     lost, and the run continues. Keep it below job.silence_limit_s."""
@@ -54,6 +56,11 @@ class EnvironmentConfig(Section):
     @property
     def components_read(self) -> set[str]:
         return {*(self.reward_weights or {}), *filter(None, [self.accuracy])}
+
+    @property
+    def components_of_accuracy(self) -> set[str]:
+        """Components that say how right an answer is; none where the whole reward does."""
+        return {*(self.reward_weights or {})} if self.accuracy is None else {self.accuracy}
 
 
 class WeightedEnvironment(EnvironmentConfig):
@@ -120,6 +127,19 @@ def _fit_together(environments: list[WeightedEnvironment]) -> list[WeightedEnvir
 
 Environments = Annotated[list[WeightedEnvironment], AfterValidator(_fit_together)]
 """Environments with distinct ids; at least one is trained on."""
+
+_MEMBERS: TypeAdapter[list[WeightedEnvironment]] = TypeAdapter(Environments)
+
+
+def member_of(task: EnvironmentConfig, id: str) -> EnvironmentConfig:
+    """Return the keys of the environment with this id, where a task may combine several. One whose keys name no
+    component of its reward has the components of the task."""
+    if task.name != MULTI_TASK:
+        return task
+    member = next(one for one in _MEMBERS.validate_python(task.args["environments"]) if one.id == id)
+    if member.components_read:
+        return member
+    return member.model_copy(update={"reward_weights": task.reward_weights, "accuracy": task.accuracy})
 
 
 # Entries of Megatron-RL's environment files

@@ -12,7 +12,7 @@ from megatron_rl.recipe.data import DataConfig
 from megatron_rl.recipe.distill import DistillConfig, TeacherReplicas, Teachings
 from megatron_rl.recipe.engines import capabilities_of
 from megatron_rl.recipe.environment_grpo import Algorithms
-from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig, Environments
+from megatron_rl.recipe.environment_section import MULTI_TASK, EnvironmentConfig, Environments, member_of
 from megatron_rl.recipe.evaluation_section import EvaluationConfig
 from megatron_rl.recipe.fixed_models import fixed_models
 from megatron_rl.recipe.grpo import GrpoConfig
@@ -139,7 +139,7 @@ class Sections(Section):
     def environment_of(self, id: str) -> EnvironmentConfig:
         """Return the keys of the environment with this id, which is empty where there is only one."""
         if self.environment is not None:
-            return self.environment
+            return member_of(self.environment, id)
         return next(one for one in self.environments or () if one.id == id)
 
     @property

@@ -441,7 +441,7 @@ class _Trainer:
             self.between_steps = index == UPDATES - 1
         self.policy.memory[step - 1] = torch.tensor([group.ordinal for group in batch.groups])
         nothing = torch.zeros(len(answers))
-        credit = Credit(nothing.long(), nothing, nothing, nothing.bool(), nothing, [])
+        credit = Credit(nothing.long(), nothing, nothing, nothing, nothing.bool(), nothing, [])
         record.add(step, batch, credit, None)
         seen = BatchStats(
             answers=len(answers),

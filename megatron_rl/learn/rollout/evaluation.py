@@ -11,7 +11,6 @@ from functools import partial
 import torch
 
 from megatron_rl.agent.api import EvaluationAgent, ScoringAgent
-from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.algorithms.evaluation_scores import (
     OF_ANSWERS,
@@ -84,12 +83,12 @@ def evaluate(
     Raises LeaveAgreed if a rank is asked to leave.
     """
     found: dict[str, float] = {}
-    limits = RolloutLimits.of(config.task)
+    task = config.task
     for one in sets_after(agent, config, step):
         own = one.share(loop.role.index, loop.role.count) if loop.role.drives else {}
         lines: list[ProblemAnswers] = []
         for plan in one.plans:
-            work = partial(answer_problems, agent, own, plan, inference, limits)
+            work = partial(answer_problems, agent, own, plan, inference, task)
             lines += loop.run(work, partial(scoring_progress, agent, one.answers)) or ()
         found |= set_metrics(agent, one, lines, control)
     return found
@@ -100,7 +99,7 @@ def set_metrics(
 ) -> dict[str, float]:
     """Return the metrics of a set from the answers of all drivers. Collective.
 
-    `eval/SET/greedy_accuracy`: share of greedy answers with reward 1. Of sampled answers the scores of
+    `eval/SET/greedy_accuracy`: share of greedy answers that are right. Of sampled answers the scores of
     `problem_scores`, shares with the bounds of their `interval`. `eval/SET/failed_rollouts`: number of lost answers,
     which no score includes. A value that does not exist is absent.
 

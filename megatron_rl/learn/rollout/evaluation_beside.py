@@ -8,7 +8,6 @@ from functools import partial
 from typing import Protocol
 
 from megatron_rl.agent.api import EvaluationAgent
-from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.contract.evaluation_records import ProblemAnswers
 from megatron_rl.generate.engine.interface import InferenceInterface
 from megatron_rl.learn.rollout.agent_loop import AgentLoop
@@ -55,13 +54,13 @@ class EvaluationBeside:
         return True
 
     async def _answer(self, inference: InferenceInterface, index: int, count: int) -> Lines:
-        limits = RolloutLimits.of(self._config.task)
+        task = self._config.task
         found: Lines = []
         for one in self._sets:
             own = one.share(index, count)
             found.append([])
             for plan in one.plans:
-                found[-1] += await answer_problems(self._agent, own, plan, inference, limits)
+                found[-1] += await answer_problems(self._agent, own, plan, inference, task)
         return found
 
     def finished(self) -> bool:

@@ -18,6 +18,7 @@ from megatron_rl.agent.trajectories import UNSAMPLED, Branch, Problem, Trajector
 from megatron_rl.algorithms.allowed_tokens import AllowedTokens, allowed_tokens
 from megatron_rl.algorithms.bins import ROWS_ARE_FREE, BinLimit
 from megatron_rl.algorithms.credit import Credit
+from megatron_rl.algorithms.evaluation_scores import RIGHT
 from megatron_rl.algorithms.packing import MicroBatch, Packing
 from megatron_rl.algorithms.reduction import local_normaliser, sequence_weights
 from megatron_rl.algorithms.turn_credit import spans
@@ -149,7 +150,7 @@ def batch_stats(batch: TrainingBatch, rollouts: RolloutBatch, policy_version: in
         groups_with_signal=int(batch.credit.signal.sum()),
         reward=float(rewards.sum()),
         reward_squared=float(rewards.square().sum()),
-        right=int((rewards == 1.0).sum()),
+        right=int((batch.credit.accuracy == RIGHT).sum()),
         answer_tokens=sum(answer_lengths),
         answer_length_max=max(answer_lengths, default=0),
         answer_length_min=min(answer_lengths, default=float("inf")),

@@ -37,7 +37,8 @@ LEARNING: dict[str, Metric] = {
         good="rises, with noise, until the problems are solved",
     ),
     "right_ratio": Metric(
-        "share of answers with reward 1, which evaluation counts as right",
+        "share of answers that are right: whose accuracy (`environment.accuracy`, by default the reward) is 1, as in "
+        "evaluations",
         of_answers(lambda s: s.batch.right),
         unit="share",
         good="rises with the reward; 0 throughout is fine where no answer can earn exactly 1",

@@ -95,7 +95,8 @@ EVALUATION_METRICS = {
         advice="training.early_stop ends the run there and keeps the best checkpoint.",
     ),
     "eval/SET/greedy_accuracy": Metric(
-        "share of greedy answers with reward 1 on an evaluation set (absent without answers)",
+        "share of greedy answers to an evaluation set that are right: whose accuracy (`environment.accuracy`) is 1 "
+        "(absent without answers)",
         unit="share",
         good="rises with `right_ratio`, and stays near it on held-out problems",
     ),

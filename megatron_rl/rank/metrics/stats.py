@@ -88,7 +88,7 @@ class BatchStats:
     groups_with_signal: Total
     reward: Total  # sum over answers of the reward as scored
     reward_squared: Total
-    right: Total  # answers with reward 1, which evaluation counts as right
+    right: Total  # answers with accuracy 1, which evaluation counts as right
     answer_tokens: Total  # tokens that the model sampled
     answer_length_max: Largest
     answer_length_min: Smallest

@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment
-from megatron_rl.agent.scoring import RolloutLimits
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.checkpoint.source import PolicySource
 from megatron_rl.contract.evaluation_records import GREEDY, SAMPLED, ProblemAnswers, ProblemKey
@@ -152,8 +151,7 @@ class BlockRunner:
         evaluation, engine = self.evaluation, self.opened.engine
         problems = {number: self.sets[block.set][number] for number in block.problems}
         plan = AnswerPlan(block.set, block.mode, self._modes[block.mode], evaluation.sampling, evaluation.seed)
-        limits = RolloutLimits.of(evaluation.environment)
-        return self.run(answer_problems(self.environment, problems, plan, engine, limits), engine)
+        return self.run(answer_problems(self.environment, problems, plan, engine, evaluation.environment), engine)
 
     def leave(self) -> None:
         """Wait for all replicas, so that they leave together."""

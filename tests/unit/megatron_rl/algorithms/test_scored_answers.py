@@ -16,7 +16,10 @@ from hypothesis import strategies as st
 from megatron_rl.agent.reward_value import TurnScore
 from megatron_rl.agent.trajectories import Branch, Problem, Trajectory, TrajectoryGroup
 from megatron_rl.algorithms.answers import scored_answers, usable, with_components, with_turn_rewards
+from megatron_rl.algorithms.credit import assign_credit
 from megatron_rl.algorithms.rewards import has_signal, length_rewards
+from megatron_rl.learn.rollout.batch import RolloutBatch
+from megatron_rl.learn.training.training_batch import batch_stats, training_batch
 from megatron_rl.recipe.config import RunConfig
 
 PENALTY = {"overlong": {"mode": "penalty", "buffer": 4, "penalty": 1.0}}
@@ -94,6 +97,37 @@ def test_the_reward_is_the_weighted_sum_of_the_components_that_have_a_weight() -
 
 def test_accuracy_is_the_component_that_the_recipe_names() -> None:
     assert scored_answers([with_parts(COMPONENTS)], configured({"accuracy": "right"})).accuracy.tolist() == [1.0]
+
+
+def test_without_a_named_component_accuracy_is_the_reward_that_is_trained_on() -> None:
+    right = [{"right": 1.0, "words": words} for words in (10.0, 12.0, 20.0, 11.0)]
+    wrong = [{"right": 0.0, "words": words} for words in (5.0, 40.0, 40.0, 40.0)]
+    weighted = {"reward_weights": {"right": 1.0}}
+    assert scored_answers([with_parts(*right, *wrong)], configured(weighted)).accuracy.tolist() == [1.0] * 4 + [0.0] * 4
+    assert not kept(with_parts(*right), weighted), "no answer teaches anything, however many words it has"
+    assert kept(with_parts(*right)), "without weights the whole reward counts"
+
+
+@pytest.mark.parametrize("weights", [[0.01, 0.29, 0.7], [0.01, 0.42, 0.57], [0.5, 0.5, 0.0]])
+def test_weights_whose_sum_is_rounded_make_a_right_answer_right(weights: list[float]) -> None:
+    parts = dict.fromkeys("abc", 1.0)
+    config = configured({"reward_weights": dict(zip(parts, weights, strict=True))})
+    assert scored_answers([with_parts(parts)], config).accuracy.tolist() == [1.0]
+
+
+def test_a_right_answer_by_weight_is_counted_as_one_of_the_step() -> None:
+    config = configured({"reward_weights": {"right": 1.0}})
+    group = with_parts({"right": 1.0, "words": 9.0}, {"right": 0.0, "words": 1.0}, {"right": 0.0, "words": 1.0})
+    batch = training_batch([group], assign_credit([group], config), config, 0, torch.device("cpu"))
+    assert batch_stats(batch, RolloutBatch([group], [0], 0, 1), 0, 0).right == 1
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_members_of_a_combined_environment_have_their_own_components_or_those_of_the_whole(own: bool) -> None:
+    keys = {"accuracy": "right"}
+    members = [{"name": "arithmetic", "id": "sums", "args": {"draws": 10}, **(keys if own else {})}]
+    combined = {"name": "multi-task", "args": {"environments": members}, **({} if own else keys)}
+    assert scored_answers([with_parts(COMPONENTS, environment="sums")], configured(combined)).accuracy.tolist() == [1.0]
 
 
 def test_each_environment_has_its_own_components() -> None:

@@ -1,18 +1,25 @@
-"""Evaluation: answers to the first problems of each set that is due, of which only rewards of exactly 1 are right."""
+"""Evaluation: answers to the first problems of each set that is due, of which only those with accuracy 1 are right."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from core_helpers import quiet_safe_points, tiny_run, trajectory
 
 from megatron_rl.agent.api import EvaluationAgent, EvaluationRequest, EvaluationResponse
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.algorithms.evaluation_scores import average, is_right
+from megatron_rl.contract.evaluation_records import SAMPLED, ProblemAnswers, ScoredAnswer
+from megatron_rl.contract.shapes import from_json
 from megatron_rl.learn.rollout.agent_loop import EngineInTurn
 from megatron_rl.learn.rollout.evaluation import evaluate
+from megatron_rl.learn.rollout.evaluation_answers import AnswerPlan, answer_problems
+from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.inference import Sampling
 
 
@@ -56,6 +63,68 @@ def test_only_a_reward_of_one_is_right(groups: Any) -> None:
     agent = Scripted({"aime": [1.0, 0.5, 0.0, 1.0], "other": [0.99]})
     assert score(agent, groups) == {"eval/aime/greedy_accuracy": 0.5, "eval/other/greedy_accuracy": 0.0}
     assert {request.sampling for request in agent.requests} == {Sampling(temperature=0.0, max_new_tokens=7)}
+
+
+STYLED = [{"right": 1.0, "style": 0.7}, {"right": 0.0, "style": 1.0}]
+
+
+class Components(EvaluationAgent):
+    """Agent whose rewards have components, those of the problem's golden data."""
+
+    def evaluation_problems(self) -> Mapping[str, Sequence[Problem]]:
+        return {}
+
+    async def evaluate(self, request: EvaluationRequest) -> EvaluationResponse:
+        (parts,) = (problem.golden for problem in request.problems)
+        one = replace(trajectory([1], [1], sum(parts.values())), components=parts)
+        return EvaluationResponse([[one] * request.samples_per_problem])
+
+
+def answered(
+    environment: EnvironmentConfig, parts: Sequence[Mapping[str, float]], id: str = ""
+) -> list[ProblemAnswers]:
+    """Answer problems of the environment, or of its member with this id, each with rewards of these components."""
+    problems = {number: Problem("", its, id) for number, its in enumerate(parts)}
+    plan = AnswerPlan("held_out", SAMPLED, 1, Sampling(max_new_tokens=7), 0)
+    return asyncio.run(answer_problems(Components(), problems, plan, cast(Any, None), environment))
+
+
+def right(lines: Sequence[ProblemAnswers]) -> list[float | None]:
+    """[problems] share of right answers; None without answers."""
+    return [score.value if (score := average([line.answers])) else None for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [0.0, 1.0]),  # the sum is 1.7 and 1
+        ({"accuracy": "right"}, [1.0, 0.0]),
+        ({"reward_weights": {"right": 1.0}}, [1.0, 0.0]),
+        ({"reward_weights": {"right": 1.0, "style": 0.5}}, [0.0, 0.0]),
+        ({"reward_weights": {"right": 1.0, "style": 0.5}, "accuracy": "right"}, [1.0, 0.0]),
+    ],
+    ids=["sum", "component", "weight", "weights", "component of weights"],
+)
+def test_an_answer_is_right_by_the_accuracy_that_training_uses(keys: dict[str, Any], expected: list[float]) -> None:
+    alone = EnvironmentConfig.model_validate({"name": "python"} | keys)
+    several = [{"name": "python", "id": "styled"} | keys, {"name": "python", "id": "other"}]
+    combined = EnvironmentConfig(name="multi-task", args={"environments": several})
+    assert right(answered(alone, STYLED)) == right(answered(combined, STYLED, "styled")) == expected
+    assert right(answered(combined, STYLED, "other")) == [0.0, 1.0]
+
+
+def test_an_answer_without_the_component_that_says_how_right_it_is_is_lost_and_counted() -> None:
+    environment = EnvironmentConfig(name="python", reward_weights={"style": 1.0}, accuracy="right")
+    scored, lost = answered(environment, [{"right": 1.0}, {"style": 1.0}])
+    assert (right([scored, lost]), scored.failures) == ([1.0, None], {}), "nothing reads `style` here"
+    assert lost.failures == {"the reward has no component right (environment.reward_weights, accuracy)": 1}
+
+
+def test_answers_that_an_earlier_version_has_recorded_are_right_by_their_reward() -> None:
+    recorded = {"reward": 1.0, "tokens": 3, "finish_reason": "stop", "text": ""}
+    assert is_right(from_json(ScoredAnswer, recorded)) and not is_right(
+        from_json(ScoredAnswer, recorded | {"reward": 2.0})
+    )
 
 
 @pytest.mark.parametrize(("limit", "accuracy"), [(2, 1.0), (3, 2 / 3), (99, 0.5)])

@@ -36,7 +36,7 @@ LOGPROBS = -torch.arange(1.0, 13.0)
 
 def credit(advantages: torch.Tensor, of_spans: torch.Tensor | None = None) -> Credit:
     nothing = torch.zeros(len(advantages))
-    return Credit(nothing.long(), nothing, advantages, nothing.bool(), nothing, [], of_spans)
+    return Credit(nothing.long(), nothing, nothing, advantages, nothing.bool(), nothing, [], of_spans)
 
 
 def recipe(**logging: int) -> RunConfig:
