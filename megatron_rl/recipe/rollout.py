@@ -28,9 +28,9 @@ class AsyncConfig(Section):
 
 class CurriculumConfig(Section):
     """Chooses training problems by their recent pass rate, the mean accuracy of the answers to them
-    (environment.accuracy), which must be from 0 to 1. A pass over the problems leaves out each problem by chance, the
-    more often, the less it teaches. A problem that was not tried yet is never left out, so the first pass is complete.
-    Pass rates are saved with the weights."""
+    (environment.accuracy). An accuracy that is not from 0 to 1 ends the run. A pass over the problems leaves out each
+    problem by chance, the more often, the less it teaches. A problem that was not tried yet is never left out, so the
+    first pass is complete. Pass rates are saved with the weights."""
 
     start: FilePath | None = None
     """Pass rates at the start, a file of `mrl evaluate --keep` or `mrl data filter`. Its problems count as tried, so

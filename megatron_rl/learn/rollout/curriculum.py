@@ -29,11 +29,14 @@ from megatron_rl.learn.rollout.known_rates import KnownRates, rates_of, read_rat
 from megatron_rl.learn.rollout.stream import Mixture
 from megatron_rl.learn.rollout.window import NOTHING_DRAWN, Drawn
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.rollout import CurriculumConfig
 
 _RATE = np.dtype("<f4")
 _UNITS = 172
 """A pass rate is a whole number of units of 2**-172, so that sums of rates are exact."""
+_SHOWN = 60
+"""Characters of a prompt in a message."""
 
 
 class PassRates:
@@ -167,11 +170,11 @@ class Curriculum:
 
         Args:
             first_ordinal: of the step. Its own ordinals stay known: its groups still move between ranks.
-            accuracies: ordinal -> mean accuracy of its answers, for settled groups that have answers.
+            accuracies: ordinal -> `pass_rate` of its answers, for settled groups that have answers.
         """
         changes: dict[str, dict[int, np.float32]] = {}
         for ordinal in sorted(accuracies):
-            its, now = self._assigned[ordinal], min(1.0, max(0.0, accuracies[ordinal]))
+            its, now = self._assigned[ordinal], accuracies[ordinal]
             changed = changes.setdefault(its.environment, {})
             before = float(changed.get(its.index, self._rates[its.environment][its.index]))
             kept = 0.0 if math.isnan(before) else self._config.memory
@@ -235,6 +238,21 @@ def prompts_of(
 
 def _rates_at_start(each: TrainingSet, known: KnownRates) -> NDArray[np.float32]:
     return rates_of(each, known) if known else np.full(len(each.problems), np.nan, np.float32)
+
+
+def pass_rate(accuracies: Sequence[float], problem: Problem) -> float:
+    """Return the mean accuracy of the answers to a problem, at least one. Raises ConfigurationError for an accuracy
+    that is not from 0 to 1: of rewards of 1 and -1, two right answers of four have the same mean as four answers of
+    0."""
+    for accuracy in accuracies:
+        if not 0 <= accuracy <= 1:
+            of = f" of environment {problem.environment!r}" if problem.environment else ""
+            raise ConfigurationError(
+                f"curriculum: an answer to {problem.prompt[:_SHOWN]!r} has the accuracy {accuracy:g}, and a pass rate "
+                f"is a mean of accuracies from 0 to 1. Name a component of the reward{of} from 0 to 1 as "
+                "environment.accuracy, or let the whole reward be from 0 to 1"
+            )
+    return math.fsum(accuracies) / len(accuracies)
 
 
 def visit_weight(rate: float, config: CurriculumConfig) -> float:

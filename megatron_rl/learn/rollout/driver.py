@@ -10,7 +10,6 @@ group is begun beyond the batch, except the surplus of dynamic sampling, which i
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from megatron_rl.algorithms.credit import reads_batch
 from megatron_rl.contract.learning import NO_SIGNAL
 from megatron_rl.learn.rollout.agent_loop import AgentLoop
 from megatron_rl.learn.rollout.batch import RolloutBatch
-from megatron_rl.learn.rollout.curriculum import Curriculum
+from megatron_rl.learn.rollout.curriculum import Curriculum, pass_rate
 from megatron_rl.learn.rollout.evaluation import scoring_progress
 from megatron_rl.learn.rollout.exchange import exchange
 from megatron_rl.learn.rollout.in_flight import InFlightGroups
@@ -245,11 +244,14 @@ class RolloutDriver:
         )
 
     def _accuracies(self, groups: Sequence[TrajectoryGroup]) -> dict[int, float]:
-        """Return the mean accuracy of all drivers' groups that have answers, by ordinal. Collective."""
+        """Return the mean accuracy of all drivers' groups that have answers, by ordinal. Collective.
+
+        Raises ConfigurationError as `pass_rate`.
+        """
         own = {}
         for group in groups:
             if found := accuracies(group, self._config):
-                own[group.ordinal] = math.fsum(found) / len(found)
+                own[group.ordinal] = pass_rate(found, group.problem)
         # Not a safe point, because the batch is already settled.
         parts = filter(None, self._groups.control.gather(own or None))
         return {ordinal: accuracy for part in parts for ordinal, accuracy in part.items()}

@@ -34,6 +34,7 @@ from megatron_rl.learn.rollout.stream import Mixture
 from megatron_rl.learn.rollout.window import NOTHING_DRAWN
 from megatron_rl.rank.control import Control
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.rollout import CurriculumConfig
 
 RATES = st.floats(0, 1)
@@ -112,14 +113,6 @@ def test_a_pass_rate_is_a_mean_in_which_newer_groups_weigh_more() -> None:
         one.learn(ordinal, {ordinal: accuracy})
         expected.append(float(one.state(ordinal + 1).sets["e0"].rates[0]))
     assert expected == pytest.approx([1.0, 0.75, 0.75 * 0.75 + 0.25 * 0.5])
-
-
-def test_accuracies_outside_0_and_1_count_as_the_nearer_of_them() -> None:
-    stream = Mixture(sets(2), 0, 2)
-    one = curriculum(stream)
-    one.assign(0, 2)
-    one.learn(0, {0: -3.0, 1: 7.0})
-    assert sorted(one.state(2).sets["e0"].rates.all().tolist()) == [0.0, 1.0]
 
 
 def test_groups_that_are_settled_do_not_change_what_later_ordinals_mean() -> None:
@@ -234,12 +227,16 @@ def test_pass_rates_of_a_hundred_thousand_problems_are_saved_in_few_bytes() -> N
 class Agent(GroupedRolloutGenerator):
     """Agent without a model. The accuracy of a group depends on its problem; some problems are always solved."""
 
+    reward_of_wrong = 0.0
+
     def training_problems(self) -> Sequence[Problem]:
         return PROBLEMS
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         right = int(request.problem.prompt) % (request.group_size + 1)
-        answers = [trajectory([1], [2], float(index < right)) for index in range(request.group_size)]
+        answers = [
+            trajectory([1], [2], 1.0 if index < right else self.reward_of_wrong) for index in range(request.group_size)
+        ]
         return TrajectoryGroup(request.ordinal, request.problem, answers, {})
 
 
@@ -302,6 +299,14 @@ def collected(config: RunConfig, ranks: int, steps: int, resume_after: int | Non
     for step in batches:
         assert len({json.dumps(batch.curriculum.to_json()) for batch in step}) == 1
     return [{g.ordinal: g.problem.prompt for batch in step for g in batch.groups} for step in batches]
+
+
+@pytest.mark.parametrize("reward", [-1.0, 1.5])
+def test_an_accuracy_that_is_not_from_0_to_1_ends_the_run(monkeypatch: pytest.MonkeyPatch, reward: float) -> None:
+    """A group that is half right has the mean 0 with rewards of 1 and -1, as one all wrong with rewards of 0."""
+    monkeypatch.setattr(Agent, "reward_of_wrong", reward)
+    with pytest.raises(ConfigurationError, match=f"accuracy {reward:g}.*component of the reward.*environment.accuracy"):
+        collected(recipe(4, dynamic=False, max_lag=0), 1, 2)
 
 
 @pytest.mark.parametrize(("dynamic", "max_lag"), [(False, 0), (True, 0), (False, 1), (False, 2)])
