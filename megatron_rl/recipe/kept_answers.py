@@ -15,7 +15,7 @@ class OverlongConfig(Section):
 
     mode: Literal["none", "mask", "penalty"] = "none"
     """none: as scored. mask: their tokens carry no loss. penalty: DAPO's soft punishment (arXiv 2503.14476, equation
-    13)."""
+    13). The other keys need it beside them."""
     buffer: NonNegativeInt = 0
     """Tokens before the limit over which the penalty grows linearly (`mode: penalty`)."""
     penalty: NonNegativeFloat = 0.5
@@ -27,9 +27,19 @@ class OverlongConfig(Section):
     @classmethod
     def _has_present_default(cls, values: Any) -> Any:
         """Leave out the default that runs of earlier versions recorded for a penalty that they do not read."""
-        if isinstance(values, Mapping) and values.get("mode", "none") != "penalty" and values.get("penalty") == 1.0:
+        if isinstance(values, Mapping) and values.get("mode", "penalty") != "penalty" and values.get("penalty") == 1.0:
             return {key: value for key, value in values.items() if key != "penalty"}
         return values
+
+    @model_validator(mode="after")
+    def _mode_is_given(self) -> OverlongConfig:
+        # Every run has recorded its mode, and a recipe that turns the penalty of another one off names it.
+        if "mode" not in self.model_fields_set and (given := sorted(self.model_fields_set)):
+            raise ValueError(
+                f"{given[0]} is set, and mode is not, so that nothing is penalised: set mode to penalty, or leave "
+                f"{given[0]} out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _has_buffer(self) -> OverlongConfig:

@@ -83,4 +83,4 @@ def test_more_steps_of_a_decayed_run_report_the_higher_learning_rate(decay):
 
 
 def test_nested_sections_are_compared_key_by_key():
-    assert between("grpo.overlong.penalty=0.25") == {"grpo.overlong.penalty": False}
+    assert between("grpo.overlong.mode=mask") == {"grpo.overlong.mode": False}

@@ -137,3 +137,12 @@ def test_values_that_runs_of_earlier_versions_recorded_are_read_as_they_were_mea
     assert GrpoConfig.model_validate({"overlong": unread}) == GrpoConfig()
     read = {"mode": "penalty", "buffer": 10, "penalty": 1.0}
     assert GrpoConfig.model_validate({"overlong": read}).overlong.penalty == 1.0
+    turned_off = {"mode": "none", "buffer": 10, "penalty": 0.3}
+    assert GrpoConfig.model_validate({"overlong": turned_off}).model_dump()["overlong"] == turned_off
+
+
+@pytest.mark.parametrize("given", [{"buffer": 1024, "penalty": 0.3}, {"penalty": 1.0}, {"buffer": 0}])
+def test_a_penalty_without_its_mode_is_refused(given: dict[str, Any]) -> None:
+    """Nothing would be penalised."""
+    with pytest.raises(ValueError, match=f"{min(given)} is set, and mode is not.*set mode to penalty, or leave"):
+        GrpoConfig.model_validate({"overlong": given})
