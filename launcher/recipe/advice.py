@@ -8,18 +8,45 @@ from itertools import chain
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.environment_section import EnvironmentConfig
 from megatron_rl.recipe.grpo import GrpoConfig
-
-BINARY = frozenset({"arithmetic", "code", "countdown", "math"})
-"""Environments in which a right answer earns 1, and any other at most the largest of WRONG."""
-WRONG = ("format_reward", "negative_reward")
-"""Arguments of these environments: rewards of answers that are not right; 0 by default."""
+from megatron_rl.recipe.kept_answers import DynamicSamplingConfig
+from megatron_rl.recipe.registry import environment_arguments, environment_class
 
 
 def warnings(config: RunConfig) -> Iterator[str]:
     if config.supervised:
         return
     of_penalties = [_of_penalties(one, config.algorithms.by(getattr(one, "id", ""))) for one in _trained_on(config)]
-    yield from dict.fromkeys(chain(*of_penalties, *map(_of_terms, config.algorithms.each)))
+    of_buffers = [_of_buffer(one, config.sampling.max_new_tokens) for one in config.algorithms.each]
+    yield from dict.fromkeys(chain(*of_penalties, *of_buffers, *map(_of_terms, config.algorithms.each)))
+    yield from _unread(config)
+
+
+def _unread(config: RunConfig) -> Iterator[str]:
+    """Keys whose value differs from the default, where nothing turns on what they shape."""
+    grpo, algorithms = config.grpo, config.algorithms
+    penalty = ("kl_estimator", "kl_in", "kl_importance")
+    changed = [name for name in penalty if getattr(grpo, name) != GrpoConfig.model_fields[name].default]
+    if changed and not algorithms.penalise_kl:
+        yield (
+            f"grpo.{changed[0]} is {getattr(grpo, changed[0])}, and grpo.kl_beta is 0, so that there is no KL penalty: "
+            f"set kl_beta, or leave {changed[0]} out"
+        )
+    rounds = grpo.dynamic_sampling.max_rounds
+    filters = any(each.dynamic_sampling.enabled for each in algorithms.each)
+    if rounds != DynamicSamplingConfig.model_fields["max_rounds"].default and not filters:
+        yield (
+            f"grpo.dynamic_sampling.max_rounds is {rounds}, and enabled is false, so that no group is replaced: set "
+            "enabled to true, or leave max_rounds out"
+        )
+
+
+def _of_buffer(grpo: GrpoConfig, limit: int) -> Iterator[str]:
+    overlong = grpo.overlong
+    if overlong.mode == "penalty" and 3 * overlong.buffer > limit:
+        yield (
+            f"grpo.overlong.buffer is {overlong.buffer} of the {limit} tokens of sampling.max_new_tokens: an answer is "
+            f"penalised from {limit - overlong.buffer} tokens on. Set buffer to {-(-limit // 5)}, a fifth as in DAPO"
+        )
 
 
 def _of_terms(grpo: GrpoConfig) -> Iterator[str]:
@@ -61,6 +88,7 @@ def _trained_on(config: RunConfig) -> list[EnvironmentConfig]:
 
 def _difference(environment: EnvironmentConfig) -> float | None:
     """Reward of a right answer less the largest of another one; None if it is not known."""
-    if environment.name not in BINARY or environment.reward_weights is not None:
+    if environment.reward_weights is not None:
         return None
-    return 1.0 - max(float(environment.args.get(name, 0.0)) for name in WRONG)
+    wrong = environment_class(environment.name).reward_of_wrong(environment_arguments(environment))
+    return None if wrong is None else 1.0 - wrong

@@ -324,8 +324,9 @@ def _of_lengths(config: Sections) -> Iterator[str]:
             f"{page_tokens}, and the longest sequence has {config.sequence_length}: raise it, or leave it out "
             "to hold inference.max_batch sequences"
         )
-    if (buffer := max(each.overlong.buffer for each in config.algorithms.each)) > config.sampling.max_new_tokens:
+    most, overlong = config.sampling.max_new_tokens, [each.overlong for each in config.algorithms.each]
+    if (buffer := max((each.buffer for each in overlong if each.mode == "penalty"), default=0)) > most:
         yield (
-            f"grpo.overlong.buffer {buffer} is larger than "
-            f"sampling.max_new_tokens {config.sampling.max_new_tokens}: even an empty answer would be penalised"
+            f"grpo.overlong.buffer {buffer} is larger than sampling.max_new_tokens {most}: even an empty answer would "
+            f"be penalised. A fifth, as in DAPO, is {-(-most // 5)}"
         )

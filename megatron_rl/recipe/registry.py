@@ -58,6 +58,12 @@ class RegisteredEnvironment:
         """Return arguments that provide a few problems offline on any machine, for `mrl environments try`."""
         return {}
 
+    @classmethod
+    def reward_of_wrong(cls, arguments: Any) -> float | None:
+        """Return the largest reward of an answer that is not right, where a right one earns 1; None if rewards are
+        others, or not known. `mrl-submit` compares penalties with it. arguments: instance of `Config`."""
+        return None
+
     def __init__(self, config: Any, tokenizer: Any) -> None:
         raise NotImplementedError
 

@@ -70,6 +70,10 @@ class ArithmeticEnvironment(DrawnProblems, Demonstrator):
     Config = ArithmeticConfig
     compares_answers = True
 
+    @classmethod
+    def reward_of_wrong(cls, arguments: ArithmeticConfig) -> float:
+        return 0.0
+
     def __init__(self, config: ArithmeticConfig, tokenizer: Tokenizer) -> None:
         problems = list(_render(_tasks(config), config.template))
         _check_encodable(problems, tokenizer)

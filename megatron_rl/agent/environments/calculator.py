@@ -71,6 +71,10 @@ class Calculator(DrawnProblems, ToolAgent, Demonstrator):
     compares_answers = True
     tools = (CALCULATOR,)
 
+    @classmethod
+    def reward_of_wrong(cls, arguments: CalculatorConfig) -> float:
+        return 0.0
+
     def __init__(self, config: CalculatorConfig, tokenizer: Tokenizer) -> None:
         """Raises ValueError if the model's chat template does not support tools."""
         self.max_turns = config.max_turns

@@ -79,6 +79,10 @@ class Countdown(DrawnProblems):
     Config = CountdownConfig
     config: CountdownConfig
 
+    @classmethod
+    def reward_of_wrong(cls, arguments: CountdownConfig) -> float:
+        return max(0.0, arguments.format_reward)
+
     def __init__(self, config: CountdownConfig, tokenizer: Tokenizer) -> None:
         found = _of_rows(config.train) if config.train else _drawn(config)
         problems = (Problem(render_prompt(tokenizer, PROMPT.format(**task), config), task) for task in found)

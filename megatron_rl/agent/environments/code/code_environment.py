@@ -77,6 +77,10 @@ class CodeEnvironment(HFDatasetAgent):
     Config = CodeEnvironmentConfig  # type: ignore[assignment]  # its data sets have other columns
     config: CodeEnvironmentConfig
 
+    @classmethod
+    def reward_of_wrong(cls, arguments: CodeEnvironmentConfig) -> float:
+        return max(arguments.format_reward, arguments.negative_reward)
+
     def __init__(self, config: CodeEnvironmentConfig, tokenizer: Tokenizer) -> None:
         # not needed by the launcher, which only checks arguments
         from megatron_rl.agent.sandbox.limits import ProcessLimits

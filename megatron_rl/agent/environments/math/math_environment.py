@@ -59,6 +59,10 @@ class MathEnvironment(HFDatasetAgent):
     config: MathConfig
     compares_answers = True
 
+    @classmethod
+    def reward_of_wrong(cls, arguments: MathConfig) -> float:
+        return max(arguments.format_reward, arguments.negative_reward)
+
     def __init__(self, config: MathConfig, tokenizer: Tokenizer) -> None:
         # not needed by the launcher, which only checks arguments
         from megatron_rl.agent.environments.math.verifier import Verifier
