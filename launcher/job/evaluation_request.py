@@ -219,7 +219,7 @@ def job_recipe(evaluation: Evaluation, origin: CheckpointRun | None, cluster: st
         **dict.fromkeys(("distill", "reward", "harvest", "profile")),
         "save": {},
         "logging": {},
-        "environment": evaluation.environment.model_dump(),
+        "environment": _without_algorithms(evaluation.environment),
         "environments": None,
         "sampling": evaluation.sampling.model_dump(),
     }
@@ -229,6 +229,15 @@ def job_recipe(evaluation: Evaluation, origin: CheckpointRun | None, cluster: st
     config: RunConfig = _validated(RunConfig, values, _option)
     written = with_base(RecipeFile("mrl evaluate", dump_resolved(config), None))
     return Recipe("mrl evaluate", config, written, evaluation=evaluation)
+
+
+def _without_algorithms(environment: EnvironmentConfig) -> dict[str, Any]:
+    """Return an environment without the keys of `grpo` of those that it combines, which a recipe has elsewhere."""
+    values = environment.model_dump()
+    if environment.name == MULTI_TASK:
+        members = values["args"]["environments"]
+        values["args"]["environments"] = [{**one, "grpo": None} for one in members]
+    return values
 
 
 def refuse_ranks(asked: Evaluation, config: RunConfig, profile: Profile) -> None:

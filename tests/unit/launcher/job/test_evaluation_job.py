@@ -48,6 +48,10 @@ TRAINING: dict[str, list[str]] = {
         "environment=null",
         "environments=[{name: arithmetic}, {name: countdown, distill: {teacher: policy}}]",
     ],
+    "an algorithm of an environment": [
+        "environment=null",
+        "environments=[{name: arithmetic}, {name: countdown, grpo: {kl_beta: 0.1}}]",
+    ],
     "replicas of idle nodes": [
         "placement={mode: partitioned, inference: {nodes: 1}}",
         "job.nodes=2",
