@@ -187,7 +187,7 @@ class RightAnswer(NamedTuple):
 
     prompt: str  # its first SHOWN characters
     answer: str  # its first SHOWN characters
-    reward: float | None  # None: the answer was lost
+    reward: float | None  # its accuracy (`environment.accuracy`), by default the reward; None: the answer was lost
     why: str = ""  # reason of a lost answer
 
 

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.agent.api import Environment
-from megatron_rl.agent.scripted_trial import reward_of, scored_answer
+from megatron_rl.agent.scripted_trial import scored_answer
 from megatron_rl.agent.trajectories import Problem
+from megatron_rl.algorithms.answers import accuracy_of, with_components
 from megatron_rl.contract.records import ABSENT, read, write
 from megatron_rl.contract.run_records import SHOWN, LessonRecord, PromptCounts, RightAnswer
 from megatron_rl.learn.rollout.agent_loop import AgentLoop
@@ -25,6 +26,7 @@ from megatron_rl.learn.rollout.evaluation import scoring_progress
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
+from megatron_rl.recipe.environment_section import member_of
 from megatron_rl.run.standalone.first_rows import Lesson
 
 MOST_COUNTED = 20_000  # prompts that are counted, at most: these take a fraction of a second
@@ -89,12 +91,15 @@ def right_answer(environment: Environment | None, problem: Problem) -> str | Non
 async def _score(
     environment: Environment, problem: Problem, answer: str, tokenizer: Tokenizer, config: RunConfig
 ) -> tuple[float | None, str]:
-    """Return the reward of an answer, scored as in a step; None and the reason if it is lost."""
+    """Return how right an answer is, scored as in a step; None and the reason if it is lost."""
+    keys = member_of(config.task, problem.environment)
     try:
         answered = await scored_answer(environment, config.task, problem, answer, tokenizer)
     except Exception as error:  # noqa: BLE001 - the environment's own code
         return None, f"{type(error).__name__}: {error}"[:SHOWN]
-    return reward_of(answered), next(iter(answered.failures), "")[:SHOWN]
+    answered = with_components(answered, keys.components_of_accuracy)
+    accuracies = [accuracy_of(one, keys) for one in answered.trajectories]
+    return next(iter(accuracies), None), next(iter(answered.failures), "")[:SHOWN]
 
 
 def count_prompts(prompts: Iterable[str]) -> PromptCounts:

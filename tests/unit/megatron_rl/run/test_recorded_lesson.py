@@ -54,8 +54,8 @@ class Grader(RewardOnlyAgent):
         return 0.1
 
 
-def scored(*problems: Problem, grader: type[RewardOnlyAgent] = Grader) -> list[RightAnswer]:
-    config: Any = SimpleNamespace(task=EnvironmentConfig(name="python"))
+def scored(*problems: Problem, grader: type[RewardOnlyAgent] = Grader, **keys: Any) -> list[RightAnswer]:
+    config: Any = SimpleNamespace(task=EnvironmentConfig(name="python", **keys))
     tokenizer = CharacterTokenizer(ALPHABET)
     return asyncio.run(right_answers(grader(None, tokenizer), problems, tokenizer, config))
 
@@ -69,6 +69,16 @@ def test_right_answers_are_scored_as_in_a_step():
     assert first == RightAnswer("3+4=", "7", 0.1)
     assert (second.reward, second.why.endswith("ValueError: two digits")) == (None, True)
     assert third.reward is None and "'z'" in third.why
+
+
+def test_a_component_says_whether_the_reward_calls_the_answer_of_the_data_right():
+    class Styled(Grader):
+        async def get_reward(self, *_: Any) -> dict[str, float]:
+            return {"right": 1.0, "style": -0.2}
+
+    problem = Problem("3+4=", {"answer": "7"})
+    found = [scored(problem, grader=Styled, accuracy=name)[0] for name in ("right", "style", "other")]
+    assert [one.reward for one in found] == [1.0, -0.2, None] and "no component other" in found[2].why
 
 
 def test_an_answer_that_is_not_scored_in_time_is_lost(monkeypatch: pytest.MonkeyPatch):
