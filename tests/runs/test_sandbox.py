@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import errno
 import os
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -70,6 +73,23 @@ HOSTILE = {
     "leaves its group": ("import os; os.setsid()", Ending.ERROR, "Operation not permitted"),
     "writes a file": ("open('/tmp/mrl-was-here', 'w')", Ending.ERROR, "Operation not permitted"),
     "removes its owner's files": ("import os; os.unlink('/tmp/mrl-was-here')", Ending.ERROR, "Operation not permitted"),
+    "changes its user": (
+        "import os; os.setresuid(os.getuid(), os.getuid(), os.getuid())", Ending.ERROR, "Operation not permitted"
+    ),
+    "locks its owner's files": (
+        "import fcntl; fcntl.flock(open('/etc/passwd'), fcntl.LOCK_SH)", Ending.ERROR, "Operation not permitted"
+    ),
+    "locks a range of its owner's files": (
+        "import fcntl; fcntl.lockf(open('/etc/passwd'), fcntl.LOCK_SH)", Ending.ERROR, "Operation not permitted"
+    ),
+    "is told by a signal of each key": (
+        "import fcntl, os; fcntl.fcntl(0, fcntl.F_SETFL, os.O_ASYNC)", Ending.ERROR, "Operation not permitted"
+    ),
+    "calls what is newer than the filter": (
+        "import ctypes; assert ctypes.CDLL(None, use_errno=True).syscall(463, 0, 0, 0, 0, 0) == 0, ctypes.get_errno()",
+        Ending.ERROR,
+        str(errno.ENOSYS),
+    ),
     "crashes": ("import ctypes; ctypes.string_at(0)", Ending.ERROR, "SIGSEGV"),
     "no program": ("def (", Ending.ERROR, "SyntaxError"),
 }  # fmt: skip
@@ -83,6 +103,100 @@ def test_hostile_program_loses_only_its_own_answer(programs: ProgramPool, name: 
         limits = ProcessLimits(wall_s=120.0, cpu_s=1, memory_bytes=2**29)
     outcome = run(programs, source, limits=limits)
     assert outcome.ending is ending and detail in outcome.detail, str(outcome)
+
+
+SIGNALS = {
+    "kill": "os.kill(victim, 9)",
+    "owner of a pipe": """
+r, w = os.pipe()
+fcntl.fcntl(r, fcntl.F_SETOWN, victim)
+fcntl.fcntl(r, fcntl.F_SETSIG, 9)
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)
+os.write(w, b"x")""",
+    "owner of a pipe, by its kind": """
+r, w = os.pipe()
+fcntl.fcntl(r, 15, struct.pack("ii", 1, victim))  # F_SETOWN_EX, F_OWNER_PID
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)
+os.write(w, b"x")""",
+    "owner of a socket": """
+a, b = socket.socketpair()
+fcntl.ioctl(a, 0x8901, struct.pack("i", victim))  # FIOSETOWN
+fcntl.ioctl(a, 0x5452, struct.pack("i", 1))  # FIOASYNC
+b.send(b"x")""",
+    "process group of a socket": """
+a, b = socket.socketpair()
+fcntl.ioctl(a, 0x8902, struct.pack("i", -victim))  # SIOCSPGRP
+fcntl.ioctl(a, 0x5452, struct.pack("i", 1))  # FIOASYNC
+b.send(b"x")""",
+    "command with bits that the kernel ignores": """
+r, w = os.pipe()
+command = ctypes.c_ulong(2**32 + fcntl.F_SETOWN)
+number = {"x86_64": 72, "aarch64": 25}[os.uname().machine]
+if ctypes.CDLL(None, use_errno=True).syscall(number, r, command, victim) < 0:
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+fcntl.fcntl(r, fcntl.F_SETFL, os.O_ASYNC)
+os.write(w, b"x")""",
+}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_no_signal_of_a_program_reaches_another_process(programs: ProgramPool, name: str) -> None:
+    victim = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    try:
+        source = f"import ctypes, fcntl, os, socket, struct\nvictim = {victim.pid}\n{SIGNALS[name]}"
+        outcome = run(programs, source)
+        assert victim.poll() is None
+        assert outcome.ending is Ending.ERROR and "Operation not permitted" in outcome.detail, str(outcome)
+    finally:
+        victim.kill()
+        victim.wait()
+
+
+SHARED = {
+    "removes a segment": "libc.shmctl(segment, 0, None)",
+    "writes a segment": "libc.shmat(segment, None, 0)",
+    "removes a semaphore": "libc.semctl(semaphore, 0, 0)",
+    "waits for a semaphore": "libc.semop(semaphore, struct.pack('HhH', 0, 1, 0), 1)",
+    "removes a queue": "libc.msgctl(queue, 0, None)",
+    "reads a queue": "libc.msgrcv(queue, ctypes.create_string_buffer(16), 8, 0, 0o4000)",
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_a_program_reaches_no_shared_object_of_its_user(programs: ProgramPool, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    segment, semaphore, queue = libc.shmget(0, 4096, 0o600), libc.semget(0, 1, 0o600), libc.msgget(0, 0o600)
+    assert min(segment, semaphore, queue) >= 0 and libc.msgsnd(queue, struct.pack("l8s", 1, b"message"), 8, 0) == 0
+    try:
+        given = f"segment, semaphore, queue = {segment}, {semaphore}, {queue}"
+        attack = f"if {SHARED[name]} == -1: raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))"
+        source = f"import ctypes, os, struct\nlibc = ctypes.CDLL(None, use_errno=True)\n{given}\n{attack}"
+        outcome = run(programs, source)
+        assert outcome.ending is Ending.ERROR and "Operation not permitted" in outcome.detail, str(outcome)
+    finally:
+        removed = [libc.shmctl(segment, 0, None), libc.semctl(semaphore, 0, 0), libc.msgctl(queue, 0, None)]
+    assert removed == [0, 0, 0]
+
+
+USEFUL = {
+    "asks for a terminal": ("import os, shutil; print(os.isatty(0), shutil.get_terminal_size()[0] > 0)", "False True"),
+    "sets flags of files": (
+        "import fcntl, os; r, w = os.pipe(); os.set_inheritable(r, True); os.set_blocking(r, False)\n"
+        "fcntl.fcntl(w, fcntl.F_SETFL, fcntl.fcntl(w, fcntl.F_GETFL) | os.O_NONBLOCK); print(os.get_blocking(w))",
+        "False",
+    ),
+    "copies files": ("import fcntl, os; print(os.dup2(0, 20), fcntl.fcntl(0, fcntl.F_DUPFD_CLOEXEC, 30))", "20 30"),
+    "runs coroutines and threads": (
+        "import asyncio\nasync def f(): return await asyncio.to_thread(sum, [1, 2])\nprint(asyncio.run(f()))",
+        "3",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USEFUL)
+def test_a_harmless_program_notices_nothing(programs: ProgramPool, name: str) -> None:
+    source, output = USEFUL[name]
+    assert run(programs, source) == ProcessResult(Ending.OK, f"{output}\n")
 
 
 def test_result_of_a_function_is_never_unpickled(programs: ProgramPool) -> None:
