@@ -199,6 +199,31 @@ def test_a_killed_nursery_is_started_again(tmp_path: Path) -> None:
     assert with_runner(program, kill).code == 0
 
 
+@pytest.mark.parametrize("follows", ["another run", "the end"])
+@pytest.mark.parametrize("lost", ["nursery", "folder"])
+def test_what_a_program_started_ends_with_its_nursery(tmp_path: Path, lost: str, follows: str) -> None:
+    program, file = staying(tmp_path, "time.sleep(600) if sys.stdin.read()[0] == '1' else print(0.0)")
+
+    async def lose(runner: ProgramRunner) -> None:
+        running = asyncio.create_task(runner.run(job(1)))
+        daemon = int(await asyncio.to_thread(appears, file))
+        assert runner._nursery is not None and runner._folder is not None
+        if lost == "nursery":
+            os.kill(runner._nursery.pid, signal.SIGKILL)
+            assert await asyncio.to_thread(gone, runner._nursery.pid)
+        else:
+            shutil.rmtree(runner._folder.path)
+        if follows == "another run":
+            assert (await runner.run(job(0))).code == 0
+        else:
+            await runner.close()
+        assert gone(daemon, limit_s=0.1)
+        with pytest.raises(RolloutLost):
+            await running
+
+    with_runner(program, lose)
+
+
 RANK = """
 import asyncio, json, sys
 from megatron_rl.agent.environments.program.runner import ProgramRunner

@@ -4,7 +4,8 @@
 
 Starting Python and importing a client takes a second; a fork takes milliseconds. For each run the rank sends one end of
 a new connection, on which the supervisor receives the job and reports its end (supervisor.py). That connection closes
-when the rank ends in any way, and then the program ends too.
+when the rank ends in any way, and then the program ends too. When the nursery ends in any way, the kernel sends END to
+its supervisors. They keep the nursery's own socket open, so that the rank sees its end when nothing is left.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from megatron_rl.agent.sandbox.container import ContainerLimits, ProgramContaine
 from megatron_rl.agent.sandbox.container_root import CannotContain
 from megatron_rl.agent.sandbox.image_root import UnusableImage, root_of
 from megatron_rl.contract.children import OUTSIDE_SIGNALS, adopt_orphans, death_with_parent
+from megatron_rl.rank.processes.guard import END
 from megatron_rl.recipe.errors import note_task_code
 
 LOOK_S = 1.0
@@ -72,7 +74,7 @@ def main() -> None:
 
 
 def _serve(control: socket.socket, program: PreparedProgram) -> None:
-    supervisors: set[int] = set()
+    nursery, supervisors = os.getpid(), set[int]()
     arriving = select.poll()
     arriving.register(control, select.POLLIN)
     while True:
@@ -90,19 +92,21 @@ def _serve(control: socket.socket, program: PreparedProgram) -> None:
             connection.close()
             continue
         if pid == 0:
-            _be_supervisor(control, connection, program)
+            _be_supervisor(control, connection, program, nursery)
         supervisors.add(pid)
         connection.close()
-    deadline = time.monotonic() + 2 * END_S  # their connections are closed as well
+    for pid in supervisors:  # the connections of some may be open
+        os.kill(pid, END)
+    deadline = time.monotonic() + 2 * END_S
     while supervisors and time.monotonic() < deadline:
         _reap(supervisors)
         time.sleep(0.01)
 
 
-def _be_supervisor(control: socket.socket, connection: socket.socket, program: PreparedProgram) -> None:
+def _be_supervisor(control: socket.socket, connection: socket.socket, program: PreparedProgram, nursery: int) -> None:
     try:
-        control.close()
-        supervise(connection, program)
+        death_with_parent(nursery, END)()  # ends this process until it handles the signal, which it does for a program
+        supervise(connection, program, private=[control.fileno()])
     except BaseException:  # noqa: BLE001
         traceback.print_exc()
     finally:

@@ -9,7 +9,9 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 
 from megatron_rl.agent.endpoint.agent import RolloutLost
 from megatron_rl.agent.environments.program.nursery_wire import MESSAGE_BYTES, READY, Program, ProgramEnd, ProgramJob
@@ -68,20 +70,21 @@ class ProgramRunner:
         return ProgramEnd(*json.loads(reported))
 
     async def close(self) -> None:
-        nursery, self._nursery = self._nursery, None
-        if self._control is not None:
-            self._control.close()
-        if nursery is not None:
-            await asyncio.to_thread(_end, nursery)
+        await self._end_nursery()
         self._remove_folder()
+
+    async def _end_nursery(self) -> None:
+        nursery, control = self._nursery, self._control
+        self._nursery = self._control = None
+        if nursery is not None and control is not None:
+            await asyncio.to_thread(_end, nursery, control)
 
     async def _hand_over(self, connection: socket.socket) -> None:
         """Give the nursery the end of a connection for one job. Raises OSError if it cannot take it."""
         async with self._starting:
             if self._nursery is not None and (why := self._why_useless(self._nursery)) is not None:
                 logger.warning("the process that starts programs %s; it is started again", why)
-                self._nursery.close()
-                self._nursery = None
+                await self._end_nursery()
             if self._nursery is None:
                 await self._start()
             assert self._control is not None  # it was started
@@ -95,27 +98,25 @@ class ProgramRunner:
         return None
 
     async def _start(self) -> None:
-        if self._control is not None:
-            self._control.close()
         self._remove_folder()
         self._folder = OwnedFolder("programs")
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            command = [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), str(self._folder.path)]
-            nursery = Child(command, self._variables, inherited=[theirs.fileno()])
-        try:
-            why_not = await self._prepared(self._control)
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ExitStack() as undo:  # also upon a cancellation, such as by a drain
+            undo.callback(self._remove_folder)
+            undo.callback(control.close)
+            with theirs:
+                command = [*module_command(NURSERY), str(os.getpid()), str(theirs.fileno()), str(self._folder.path)]
+                nursery = Child(command, self._variables, inherited=[theirs.fileno()])
+            undo.callback(nursery.close)
+            why_not = await self._prepared(control)
             if why_not is not None:
-                code = await asyncio.to_thread(_end, nursery)
+                code = await asyncio.to_thread(_end, nursery, control)
                 ended = f"the process that starts programs has ended: {how_ended(code)}"
                 if not why_not and code in PASSING:
                     raise RuntimeError(f"{ended}; its last lines stand above this in the log")
                 raise ConfigurationError(why_not or ended)
-        except BaseException:  # such as the cancellation by a drain
-            nursery.close()
-            self._remove_folder()
-            raise
-        self._nursery = nursery
+            undo.pop_all()
+        self._nursery, self._control = nursery, control
 
     def _remove_folder(self) -> None:
         """Delete the working directories of runs whose supervisors were killed; the others are gone."""
@@ -141,7 +142,16 @@ class ProgramRunner:
         return None if answer == READY else answer.decode()
 
 
-def _end(nursery: Child) -> int:
-    code = nursery.wait(LEAVE_S)
+def _end(nursery: Child, control: socket.socket) -> int:
+    """End a nursery, which may have been killed, and all that it has started; return its exit code."""
+    # Its supervisors end their programs now. They are in its process group, and what a program has started is not:
+    # killed too early, they would leave that behind. They all keep the other end of the socket open.
+    deadline = time.monotonic() + LEAVE_S
+    with control, suppress(OSError):
+        control.settimeout(LEAVE_S)
+        control.shutdown(socket.SHUT_WR)
+        while control.recv(MESSAGE_BYTES):
+            pass
+    code = nursery.wait(max(0.0, deadline - time.monotonic()))
     nursery.close()
     return -signal.SIGKILL if code is None else code

@@ -1,8 +1,8 @@
 """Supervision of one run of a program, in a separate process.
 
 It starts the program in a new session and its own working directory, reads its output, and ends it when it exceeds
-its limit or when the connection to the rank closes. All processes that the program leaves behind become children of the
-supervisor, which ends them before it reports.
+its limit, when the connection to the rank closes, or when the nursery ends. All processes that the program leaves
+behind become children of the supervisor, which ends them before it reports.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from megatron_rl.agent.environments.program.nursery_wire import (
 )
 from megatron_rl.agent.sandbox.container import PATH, CannotContain, ProgramContainer, become_contained
 from megatron_rl.contract.children import adopt_orphans, collect, death_with_parent, end_descendants, yield_memory
+from megatron_rl.rank.processes.guard import END
 from megatron_rl.rank.processes.printed import LastBytes
 
 END_S = 5.0
@@ -230,17 +231,22 @@ class ProgramRun:
         return ProgramEnd(code, over_limit, self._ending.text(), output, **json.loads(self._report.text() or "{}"))
 
 
-def supervise(connection: socket.socket, program: PreparedProgram) -> None:
+def supervise(connection: socket.socket, program: PreparedProgram, private: Sequence[int] = ()) -> None:
+    """Serve one connection. END asks it to end the program, as a closed connection does.
+
+    private: further open files that the program must not inherit.
+    """
     adopt_orphans()
     with connection.makefile("rb") as arriving:
         job = ProgramJob(*json.loads(arriving.readline()))
-    wakes, woken = os.pipe()  # written to when a child ends
+    wakes, woken = os.pipe()  # gets the number of a signal: a child has ended, or END
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
+    for each in (signal.SIGCHLD, END):
+        signal.signal(each, lambda *_: None)
     deadline = time.monotonic() + job.limit_s
     try:
-        run = ProgramRun(job, program, private=(connection.fileno(), wakes, woken))
+        run = ProgramRun(job, program, private=(connection.fileno(), wakes, woken, *private))
     except OSError as error:  # such as a full disk
         ended = ProgramEnd(1, unstarted=f"{error.filename or program.folder}: {error.strerror or error}")
         connection.sendall(json.dumps(ended).encode())
@@ -252,13 +258,13 @@ def supervise(connection: socket.socket, program: PreparedProgram) -> None:
                 waiting.register(file, selectors.EVENT_READ)
             # One wait serves all ends of a run. The program ends: SIGCHLD writes a byte to `wakes`, and `reap` sets
             # the code. The rank gives up: its end of the connection closes, which is all that is ever read from it. The
-            # limit passes: the wait returns with nothing. Each of the last two asks the program to end and sets a new
-            # deadline, after which the loop leaves it to `end_all`. Output is read all the while, since a program
-            # blocks on a pipe that is full.
+            # nursery ends: END writes a byte to `wakes`. The limit passes: the wait returns with nothing. Each of the
+            # last three asks the program to end and sets a new deadline, after which the loop leaves it to `end_all`.
+            # Output is read all the while, since a program blocks on a pipe that is full.
             while run.code is None:
                 for key, _ in waiting.select(max(0.0, deadline - time.monotonic())):
                     if key.fd == wakes:
-                        os.read(wakes, CHUNK)
+                        abandoned |= END in os.read(wakes, CHUNK)
                         run.reap()
                     elif key.fd == connection.fileno():
                         abandoned = True
