@@ -14,6 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from megatron_rl.agent.sandbox import confined_process
 from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits, ProcessResult
 from megatron_rl.agent.sandbox.process_pools import ProgramPool, WorkerPool
 
@@ -150,6 +151,36 @@ def test_no_signal_of_a_program_reaches_another_process(programs: ProgramPool, n
     finally:
         victim.kill()
         victim.wait()
+
+
+def test_a_program_takes_nothing_from_a_pipe_of_another_process(programs: ProgramPool) -> None:
+    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 1:
+        pytest.skip("the kernel has no Landlock")
+    read, write = os.pipe()
+    os.write(write, b"answer")
+    try:
+        outcome = run(programs, f"import os; os.read(os.open('/proc/{os.getpid()}/fd/{read}', os.O_RDONLY), 6)")
+        assert outcome.ending is Ending.ERROR and "Permission denied" in outcome.detail, str(outcome)
+        os.set_blocking(read, False)
+        assert os.read(read, 9) == b"answer"
+    finally:
+        os.close(read)
+        os.close(write)
+
+
+def test_output_that_another_process_has_taken_ends_nothing(
+    programs: ProgramPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken, read = [], os.read
+
+    def late(file: int, size: int) -> bytes:
+        if not taken and not os.get_blocking(file):
+            taken.append(file)
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return read(file, size)
+
+    monkeypatch.setattr(confined_process.os, "read", late)
+    assert run(programs, "print(1)") == ProcessResult(Ending.OK, "1\n") and taken
 
 
 SHARED = {

@@ -129,7 +129,10 @@ class ConfinedProcess:
                         if to_end:
                             process.stdin.close()
                     continue
-                part = os.read(file, CHUNK)
+                try:
+                    part = os.read(file, CHUNK)
+                except BlockingIOError:
+                    continue  # another process has read it, which a kernel without Landlock lets a program do
                 size += len(part)
                 if size > self._output_bytes:
                     raise OutputTooLarge
