@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO, Callable, TypeVar, Union
 
 from megatron_rl.contract.codes import CACHE_VARIABLE
+from megatron_rl.contract.owned_folders import OwnedFolder
 
 T = TypeVar("T")
 AnyPath = Union[str, Path]
@@ -213,7 +214,7 @@ def compiler_cache() -> str:
     try:
         return str(own_temporary_folder("mrl-compiled"))
     except OSError:
-        return tempfile.mkdtemp(prefix="mrl-compiled-")
+        return str(OwnedFolder("compiled").path)  # locked until this process ends
 
 
 @contextlib.contextmanager

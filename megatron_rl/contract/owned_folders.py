@@ -1,5 +1,5 @@
-"""Temporary folders that end with the process which made them, also if it is killed: the next process that makes or
-sweeps such folders on the host removes those of ended owners.
+"""Temporary folders that end with the process which made them, or the last one which shares them, also if it is killed:
+the next process that makes or sweeps such folders on the host removes those of ended owners.
 
 An owner holds a lock on its folder, which the kernel undoes when the owner ends. Segments of shared memory, which stay
 behind when all processes that use them are killed, may be noted in the folder, and are removed with it.
@@ -7,6 +7,7 @@ behind when all processes that use them are killed, may be noted in the folder, 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -14,6 +15,7 @@ import shutil
 import socket
 import stat
 import tempfile
+import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -57,6 +59,36 @@ def owned_folder(kind: str, base: Path | None = None) -> Iterator[Path]:
         yield folder.path
     finally:
         folder.close()
+
+
+@contextmanager
+def shared_folder(name: str) -> Iterator[Path]:
+    """Create a folder in $TMPDIR, or enter it if another process of this user has created it on this host. It ends with
+    the last of their contexts. If another user was first to take the name, the folder is this process's alone.
+
+    Raises OSError.
+    """
+    base = Path(tempfile.gettempdir())
+    remove_ownerless(base)
+    folder = base / f"mrl-{_host()}-{name}"
+    try:
+        lock = _lock_shared(folder)
+    except OSError:  # also a file system without locks of folders
+        lock = None
+    if lock is None:
+        with owned_folder(name, base) as own:
+            yield own
+        return
+    try:
+        yield folder
+    finally:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(folder)
+        except BlockingIOError:
+            pass  # another process uses it
+        finally:
+            os.close(lock)
 
 
 def prefix_of(kind: str) -> str:
@@ -124,6 +156,28 @@ def _locked_folder(base: Path, prefix: str) -> tuple[Path, int | None]:
         os.close(lock)
 
 
+def _lock_shared(folder: Path) -> int:
+    """Create a folder unless it exists, and share its lock. Raises OSError: it belongs to another user."""
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        try:
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            continue  # somebody has removed it, which no lock has kept so far
+        try:
+            facts = os.fstat(lock)
+            if facts.st_uid != os.geteuid() or stat.S_IMODE(facts.st_mode) != 0o700:
+                raise PermissionError(errno.EPERM, "belongs to another user, or others may write into it", str(folder))
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(facts, folder.lstat()):  # nobody has removed it before it was locked
+                    return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
 def _remove(folder: Path) -> None:
     for name, inode in _noted(folder).items():
         with suppress(OSError):
@@ -131,6 +185,24 @@ def _remove(folder: Path) -> None:
             found = segment.stat()
             if (found.st_ino, found.st_uid) == (inode, os.geteuid()):  # not what somebody has made under its name since
                 segment.unlink()
+    # If this process is killed meanwhile, nobody must take what is left for the folder.
+    with suppress(OSError):
+        folder = folder.rename(folder.with_name(f"mrl-{_host()}-removed-{uuid.uuid4().hex}"))
+    delete(folder)
+
+
+def delete(folder: Path) -> None:
+    """Delete a folder, in which directories, also itself, may be read-only. What cannot be deleted stays."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if not folder.is_dir():
+        return
+    with suppress(OSError):
+        folder.chmod(0o700)
+    for parent, names, _ in os.walk(folder):
+        for each in (Path(parent, name) for name in names):
+            with suppress(OSError):
+                if not each.is_symlink():
+                    each.chmod(0o700)
     shutil.rmtree(folder, ignore_errors=True)
 
 

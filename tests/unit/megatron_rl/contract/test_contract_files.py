@@ -14,6 +14,7 @@ import pytest
 
 from megatron_rl.contract import files, records
 from megatron_rl.contract.files import PASSING, append_line, names_in, until_written, write_atomic
+from megatron_rl.contract.owned_folders import prefix_of
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.run_records import Done
 
@@ -201,6 +202,7 @@ def test_compiled_code_is_loaded_from_no_folder_that_another_user_made(tmp_path,
     found = files.compiler_cache()
     assert found not in (str(folder), str(other))
     assert Path(found).stat().st_mode & 0o777 == 0o700
+    assert Path(found).name.startswith(prefix_of("compiled"))  # which is removed after this process
     if not folder.is_symlink():
         os.chown(folder, os.getuid(), os.getgid())
     folder.unlink() if folder.is_symlink() else folder.rmdir()
