@@ -330,6 +330,15 @@ def test_worker_is_reused(worker: WorkerPool) -> None:
     assert len(asyncio.run(ask())) == 1
 
 
+def test_worker_changes_no_flag_of_the_log_of_its_owner(worker: WorkerPool) -> None:
+    """Prints of the owner would fail where it does not wait for a full pipe."""
+    assert os.get_blocking(2)
+    assert asyncio.run(worker.ask("does not wait")) == ProcessResult(Ending.OK, 0)
+    blocking = os.get_blocking(2)
+    os.set_blocking(2, True)
+    assert blocking
+
+
 def test_worker_sees_no_secret_of_its_owner(worker: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret")
     pool = WorkerPool("sandbox_functions:answer", 1, LIMITS)
