@@ -9,6 +9,9 @@ The thread runs no collective, so it cannot disturb those of the loop. Each rank
     metadata, manifest, rename to step-N        waits until the folder is gone: step-N has its ID = published
                                                 (saved.json in it has 100 bytes)
 
+From the rename of part.k on, rank 0 may publish at any moment. So rank k then deletes nothing, whatever error it meets,
+unless the save was withdrawn.
+
 If a save fails or is given up on any rank, rank 0 withdraws it: it renames the folder away, so that ranks still writing
 notice, and empties it. An incomplete save never touches the previous checkpoints or `latest`.
 """
@@ -29,6 +32,7 @@ from typing import Any, TypeVar
 
 from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, discard, publish
 from megatron_rl.checkpoint.shards import METADATA, Abandoned, Snapshot, WrittenPart, write_metadata, write_part
+from megatron_rl.contract.files import until_written
 from megatron_rl.contract.manifest import Manifest, read_saved
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
@@ -44,6 +48,7 @@ _THREADS = 16
 """Threads in which rank 0 reads or deletes files of other ranks."""
 _NAMED = 8
 """Most ranks that a message names."""
+WITHDRAWN = "rank 0 withdrew the save; see its log for the reason"
 Value = TypeVar("Value")
 
 
@@ -102,7 +107,7 @@ class CheckpointWriter:
                 save.needed()
             if self._rank == 0:
                 return self._lead(save)
-            return self._follow(save)
+            self._offer(save)
         except (OSError, Abandoned) as error:
             reason = _reason(error, save.folder)
             if self._rank == 0:
@@ -110,6 +115,7 @@ class CheckpointWriter:
             else:
                 self._give_up(save, reason)
             return SaveFailed(save.step, reason)
+        return self._verdict(save)
 
     def _lead(self, save: SaveInProgress) -> SaveOutcome:
         part = write_part(save.folder, save.snapshot, 0, lambda: save.check("rank 0 is writing"))
@@ -149,54 +155,81 @@ class CheckpointWriter:
             return
         with suppress(OSError):
             _delete(save.folder.glob("__0_*"))
-            save.folder.rename(save.withdrawn)
+        with suppress(OSError):
+            until_written(save.withdrawn, lambda: save.folder.rename(save.withdrawn), GRACE_S)
+        with suppress(OSError):
+            save.withdrawn.mkdir(exist_ok=True)  # if there is no folder to rename
             _delete(save.withdrawn.glob("*"))
         # The empty folder remains as the notification until the next publication or start.
         self._withdrawn += [save.withdrawn, save.folder]
+
+    def _offer(self, save: SaveInProgress) -> None:
+        """Write this rank's shards and notify rank 0. Raises OSError or Abandoned only if rank 0 never sees the
+        notification."""
+        part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
+        target = save.folder / _part(self._rank)
+        unnamed = _write_unnamed(target, pickle.dumps(part))
+        try:
+            unnamed.rename(target)
+        except OSError:
+            # A network file system may report an error of a rename that it has done, or does later. It cannot do it any
+            # more once the file is deleted under its first name.
+            try:
+                unnamed.unlink()
+            except OSError:
+                return
+            raise
 
     # Once its shards are there, a rank may not give up by itself, or the ranks could disagree whether a checkpoint
     # exists. Say that rank 3 reaches the deadline while rank 0 renames the folder: had it given up, it would report a
     # failure, and all others a checkpoint. So it waits GRACE_S longer than rank 0 does, and takes what it finds: step-N
     # with the id of this save means published, a withdrawn folder means failed.
-    def _follow(self, save: SaveInProgress) -> SaveOutcome:
-        part = write_part(save.folder, save.snapshot, self._rank, lambda: self._check_wanted(save))
-        _put(save.folder / _part(self._rank), pickle.dumps(part))
-        for _ in self._polls():
-            if save.folder.name not in _names(self._run_dir.checkpoints):
-                self._check_withdrawn(save)
-                # A network file system may hide the old folder before it shows the new one.
-                saved = read_saved(self._run_dir.checkpoint(save.step))
-                if saved is not None and saved.save_id == save.id:
-                    return saved
-            # Do not check whether this rank gave up: from here on rank 0 decides, and may have published.
-            save.check_time("waiting for rank 0 to publish", GRACE_S)
+    def _verdict(self, save: SaveInProgress) -> SaveOutcome:
+        try:
+            for _ in self._polls():
+                with suppress(OSError):  # which says nothing about the save
+                    present = _names(self._run_dir.checkpoints)
+                    if self._withdrawn_in(present, save):
+                        return SaveFailed(save.step, WITHDRAWN)
+                    # A network file system may hide the old folder before it shows the new one.
+                    if save.folder.name not in present:
+                        saved = read_saved(self._run_dir.checkpoint(save.step))
+                        if saved is not None and saved.save_id == save.id:
+                            return saved
+                # Do not check whether this rank gave up: from here on rank 0 decides, and may have published.
+                save.check_time("waiting for rank 0 to publish", GRACE_S)
+        except Abandoned as error:
+            return SaveFailed(save.step, str(error))
         raise AssertionError("polling never ends")
 
     def _check_wanted(self, save: SaveInProgress) -> None:
         save.check(f"rank {self._rank} is writing", GRACE_S)
-        self._check_withdrawn(save)
-
-    def _check_withdrawn(self, save: SaveInProgress) -> None:
         if save.withdrawn.exists():
-            raise Abandoned("rank 0 withdrew the save; see its log for the reason")
+            raise Abandoned(WITHDRAWN)
+
+    def _withdrawn_in(self, present: set[str], save: SaveInProgress) -> bool:
+        """Whether a listing shows that rank 0 withdrew the save."""
+        if save.withdrawn.name not in present:
+            return False
+        # If the folder exists too, this rank created it again after rank 0 had renamed it away.
+        shutil.rmtree(save.folder, ignore_errors=True)
+        return True
 
     def _give_up(self, save: SaveInProgress, reason: str) -> None:
         """Free the space, notify rank 0, and wait until it has withdrawn the save: otherwise the next save could find
-        the disk still full. The note itself may need space that others have yet to free."""
+        the disk still full. The note itself may need space that others have yet to free. Only for a rank whose part
+        rank 0 never sees."""
         note = save.folder / _failure(self._rank)
-        with suppress(OSError, Abandoned):
+        with suppress(OSError):
             _delete(save.folder.glob(f"__{self._rank}_*"))
+        with suppress(Abandoned):
             for _ in self._polls():
-                present = _names(self._run_dir.checkpoints)
-                if save.withdrawn.name in present:
-                    # If the folder exists too, this rank created it again after rank 0 had renamed it away.
-                    shutil.rmtree(save.folder, ignore_errors=True)
-                    return
-                if save.folder.name not in present:
-                    return
-                if not note.exists():
-                    with suppress(OSError):
-                        _put(note, reason.encode())
+                with suppress(OSError):
+                    present = _names(self._run_dir.checkpoints)
+                    if self._withdrawn_in(present, save) or save.folder.name not in present:
+                        return
+                    if not note.exists():
+                        _write_unnamed(note, reason.encode()).rename(note)
                 save.check_time("waiting for rank 0 to withdraw", GRACE_S)
 
     def _polls(self) -> Iterator[None]:
@@ -233,11 +266,12 @@ def _at_once(work: Callable[[Path], Value], files: Sequence[Path]) -> list[Value
         return [*chain.from_iterable(pool.map(lambda share: [work(file) for file in share], shares))]
 
 
-def _put(path: Path, content: bytes) -> None:
-    """Write a file that other ranks see whole or not at all. It is temporary, so it need not be durable."""
+def _write_unnamed(path: Path, content: bytes) -> Path:
+    """Write a file that gets its name by a rename, so that other ranks see it whole or not at all. It is temporary, so
+    it need not be durable."""
     unnamed = path.with_name(f"{path.name}.tmp")
     unnamed.write_bytes(content)
-    unnamed.rename(path)
+    return unnamed
 
 
 def _delete(files: Iterable[Path]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,14 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from megatron_rl.contract.attempt_records import LEDGER, AttemptEnd, MetricsLine
-from megatron_rl.contract.manifest import CheckpointError, Damaged, Manifest, find_corruption, read_manifest
+from megatron_rl.contract.manifest import (
+    CheckpointError,
+    Damaged,
+    Manifest,
+    find_corruption,
+    found_twice,
+    read_manifest,
+)
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import Unreadable, read_lines
 from megatron_rl.model.policy import Policy
@@ -26,7 +32,6 @@ from megatron_rl.rank.control import Control
 logger = logging.getLogger(__name__)
 
 PATIENCE_S = 30.0  # seconds to retry a ledger or metrics that cannot be read, for example on a stale mount
-CHECK_AGAIN_S = 1.0  # seconds between two checks of a checkpoint that seems damaged
 SAVED_METRIC = "time/save_s"  # metric in the line of the step after a checkpoint was published
 
 
@@ -123,7 +128,7 @@ def verify(folder: Path, control: Control) -> VerifiedCheckpoint:
     """
     manifest = _agree_on_manifest(folder, control)
     share = sorted(manifest.files)[control.rank :: control.size]
-    mine = _defect_found_twice(lambda: find_corruption(folder, {name: manifest.files[name] for name in share}))
+    mine = found_twice(lambda: find_corruption(folder, {name: manifest.files[name] for name in share}))
     if found := sorted(set(filter(None, control.gather(mine)))):
         raise Damaged("; ".join(found))
     return VerifiedCheckpoint(folder, manifest)
@@ -184,15 +189,6 @@ def read_weights(
     load_part(policy, read(checkpoint, {"model": weights}, data, expert_data)[0]["model"])
 
 
-def _defect_found_twice(check: Callable[[], str | None]) -> str | None:
-    """Return a defect that two checks found: skipping a checkpoint for good needs certainty, and the first access to a
-    network file system may fail or show old content."""
-    if check() is None:
-        return None
-    time.sleep(CHECK_AGAIN_S)
-    return check()
-
-
 def _agree_on_manifest(folder: Path, control: Control) -> Manifest:
     found: list[Manifest | CheckpointError] = []
 
@@ -204,7 +200,7 @@ def _agree_on_manifest(folder: Path, control: Control) -> Manifest:
         return str(found[0]) if isinstance(found[0], Damaged) else None
 
     if control.rank == 0:
-        _defect_found_twice(check)
+        found_twice(check)
     (manifest,) = control.share(found)
     if isinstance(manifest, CheckpointError):
         raise manifest

@@ -24,10 +24,13 @@ from megatron_rl.contract.manifest import (
     CheckpointSaved,
     Manifest,
     find_defect,
+    found_twice,
+    read_saved,
     write_manifest,
     write_saved,
 )
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import PATIENCE_S
 from megatron_rl.recipe.save_section import SaveConfig
 
 logger = logging.getLogger(__name__)
@@ -86,9 +89,9 @@ def newest_step(run_dir: RunDir) -> int:
 def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfig) -> None:
     """Publish the complete `folder` as the checkpoint of `manifest.step`, move `latest`, delete superseded ones.
 
-    Raises OSError with the previous checkpoint and `latest` unchanged. The rename decides: a crash before it leaves
-    debris, a crash after it a checkpoint. A file system that fails after the rename does not make the save fail; it
-    only keeps superseded checkpoints.
+    Raises OSError with the previous checkpoint and `latest` unchanged, also if files of the folder are missing or cut.
+    The rename decides: a crash before it leaves debris, a crash after it a checkpoint. A file system that fails after
+    the rename does not make the save fail; it only keeps superseded checkpoints.
     """
     target = run_dir.checkpoint(manifest.step)
     replaced = _replaced_by(target)
@@ -98,16 +101,22 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfi
     write_saved(folder, manifest.saved)
     write_manifest(folder, manifest)
     sync_names(folder)
+    # Other ranks wrote most of the files, and what this checkpoint supersedes is deleted unread.
+    if (defect := found_twice(lambda: find_defect(folder))) is not None:
+        raise OSError(defect)
     replaces = target.exists()
     if replaces:
         target.rename(replaced)
     try:
         folder.rename(target)
     except OSError:
-        if replaces:
-            with suppress(OSError):  # otherwise the next start does it
-                replaced.rename(target)
-        raise
+        # A network file system may report an error of a rename that it has done.
+        saved = read_saved(target, PATIENCE_S)
+        if saved is None or saved.save_id != manifest.save_id:
+            if replaces:
+                with suppress(OSError):  # otherwise the next start does it
+                    replaced.rename(target)
+            raise
     try:
         (target / run_dir.latest_checkpoint.name).replace(run_dir.latest_checkpoint)
         sync_names(run_dir.checkpoints)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +15,7 @@ from megatron_rl.contract.files import read_bytes, write_atomic
 from megatron_rl.contract.records import encode_line, if_readable, read
 from megatron_rl.contract.shapes import Mismatch, from_json, record, to_json
 
+CHECK_AGAIN_S = 1.0  # seconds between two checks of a checkpoint that seems damaged
 MANIFEST = "manifest.json"
 SAVED = "saved.json"
 """Short record of the save for the ranks that did not publish it. Of no use later."""
@@ -75,9 +78,10 @@ def write_saved(folder: Path, saved: CheckpointSaved) -> None:
     write_atomic(folder / SAVED, encode_line(saved) + "\n", durable=False)
 
 
-def read_saved(folder: Path) -> CheckpointSaved | None:
-    """Record of a published checkpoint; None if the folder or the file is not there or cannot be read yet."""
-    return if_readable(read(CheckpointSaved, folder / SAVED))
+def read_saved(folder: Path, patience: float = 0.0) -> CheckpointSaved | None:
+    """Record of a published checkpoint; None if the folder or the file is not there, or cannot be read for `patience`
+    seconds."""
+    return if_readable(read(CheckpointSaved, folder / SAVED, patience))
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -127,6 +131,15 @@ def find_corruption(folder: Path, files: dict[str, FileRecord]) -> str | None:
     return _first(sizes) or _first(_find_wrong_content(folder / name, record) for name, record in files.items())
 
 
+def found_twice(check: Callable[[], str | None]) -> str | None:
+    """Return a defect that two checks found: skipping a checkpoint for good, or publishing none, needs certainty, and
+    the first access to a network file system may fail or show old content."""
+    if check() is None:
+        return None
+    time.sleep(CHECK_AGAIN_S)
+    return check()
+
+
 def _first(problems: Iterable[str | None]) -> str | None:
     return next(filter(None, problems), None)
 
@@ -134,6 +147,9 @@ def _first(problems: Iterable[str | None]) -> str | None:
 def _find_wrong_size(path: Path, record: FileRecord) -> str | None:
     try:
         found = path.stat()
+        if stat.S_ISREG(found.st_mode) and found.st_size != record.bytes:
+            with path.open("rb") as file:  # a node that did not write the file may have an old size until it opens it
+                found = os.fstat(file.fileno())
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:

@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from megatron_rl.checkpoint import load as load_module
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, read
 from megatron_rl.checkpoint.save import Checkpointer
+from megatron_rl.contract import manifest as manifest_module
 from megatron_rl.contract.attempt_records import AttemptEnd, MetricsLine
 from megatron_rl.contract.codes import CRASHED
 from megatron_rl.contract.manifest import CheckpointError, read_manifest
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture(autouse=True)
 def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """Check again at once what seems to be damaged."""
-    monkeypatch.setattr(load_module, "CHECK_AGAIN_S", 0.0)
+    monkeypatch.setattr(manifest_module, "CHECK_AGAIN_S", 0.0)
 
 
 @pytest.fixture
@@ -230,7 +231,7 @@ def _damaged_for_one_rank(rank: int, world_size: int, folder: Path) -> tuple[int
     def bad_node(checkpoint: Path, files: Any) -> str | None:
         return "its node reads badly" if rank == 1 and checkpoint.name == "step-000040" else look(checkpoint, files)
 
-    load_module.find_corruption, load_module.CHECK_AGAIN_S = bad_node, 0.0
+    load_module.find_corruption, manifest_module.CHECK_AGAIN_S = bad_node, 0.0
     model = Model(rank, world_size)
     return restored_step(checkpointer(folder), model), model.holds(20)
 
