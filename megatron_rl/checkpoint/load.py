@@ -84,8 +84,8 @@ def restore_newest(
 ) -> VerifiedCheckpoint | None:
     """Restore the run from its newest good checkpoint. Collective over all ranks.
 
-    All ranks skip a checkpoint that is damaged on any of them, and rank 0 logs it. It stays on disk until a new
-    checkpoint is published: another node may be able to read it.
+    All ranks skip a checkpoint that is damaged on any of them, and rank 0 logs it. Another start, on other nodes, may
+    be able to read it, until this one continues: see `Checkpointer.pass_over_newer`.
 
     Args:
         steps: of the checkpoints, newest first; the same on every rank.

@@ -3,6 +3,7 @@
     checkpoints/step-000040/          published: renamed into place once manifest.json, its last file, is on disk
     checkpoints/step-000040.ID.tmp/   being written; debris after a crash
     checkpoints/.step-000040.old.tmp/ replaced by a newer save of the same step; deleted once that one is in place
+    checkpoints/step-000040.passed-over/ given up by a start that resumed from an earlier one; deleted by the next save
     checkpoints/latest                name of the newest one, for people and scripts; not read here
 
 No torch: a launcher can look up saved steps without importing it.
@@ -14,11 +15,13 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from megatron_rl.contract.files import write_atomic
+from megatron_rl.contract.files import until_written, write_atomic
 from megatron_rl.contract.manifest import (
     CheckpointError,
     CheckpointSaved,
@@ -128,6 +131,22 @@ def publish(run_dir: RunDir, folder: Path, manifest: Manifest, config: SaveConfi
         )
 
 
+def pass_over(run_dir: RunDir, steps: Sequence[int], resumed: int) -> None:
+    """Give up the checkpoints of these steps, newer than `resumed`, for good: the line of training continues from
+    there. Otherwise a later start that can read one would resume from it, with a record of another line.
+
+    They stay under another name until a new checkpoint is published. Raises OSError.
+    """
+    write_atomic(run_dir.latest_checkpoint, run_dir.checkpoint(resumed).name + "\n")
+    for step in sorted(steps, reverse=True):
+        aside = run_dir.passed_over_checkpoint(step)
+        if aside.exists():
+            discard(aside)  # of an earlier start, which could not be deleted when it was superseded
+        until_written(aside, partial(run_dir.checkpoint(step).rename, aside))
+        logger.warning("checkpoint of step %d: kept as %s until the next one is saved", step, aside.name)
+    sync_names(run_dir.checkpoints)
+
+
 def discard(folder: Path) -> None:
     """Delete a checkpoint without ever showing a half-deleted one as published. What cannot be deleted becomes debris
     for the next start."""
@@ -160,11 +179,13 @@ def _replaced_by(target: Path) -> Path:
 def _prune(run_dir: RunDir, newest: Manifest, config: SaveConfig) -> None:
     """Delete what the just published `newest` supersedes: in its line of training, all but the newest `keep` good
     checkpoints, those that stay for good, the best one, and that of an evaluation that is not recorded yet; and all
-    that are newer than its parent, which were skipped when the run resumed, and which the next start must not find.
+    that are newer than its parent, or were passed over when the run resumed from that.
 
     On a network file system a check may fail for a moment. So no check makes a checkpoint deleted; a failed one only
     does not count among the kept. The newest is not checked.
     """
+    for step in run_dir.passed_over_steps():
+        discard(run_dir.passed_over_checkpoint(step))
     before = newest.step if newest.parent is None else newest.parent
     kept, best = 1, (newest.meta.get("best") or {}).get("step")
     for step in run_dir.checkpoint_steps():

@@ -23,7 +23,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from megatron_rl.checkpoint.load import VerifiedCheckpoint, published_steps, restore_newest
-from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, clean_up, find_latest
+from megatron_rl.checkpoint.publish import SaveFailed, SaveOutcome, clean_up, find_latest, pass_over
 from megatron_rl.contract.checkpoint_interval import SaveCost
 from megatron_rl.contract.manifest import CheckpointError, CheckpointSaved
 from megatron_rl.contract.paths import RunDir
@@ -96,6 +96,15 @@ class Checkpointer:
         self._writer.parent = self.newest = manifest.step
         self._blocked_s, self._total_s = manifest.blocked_s, manifest.total_s
         return checkpoint
+
+    def pass_over_newer(self) -> None:
+        """Give up the checkpoints that `restore` passed over. Call it on rank 0, before the record of their steps is
+        cut back. Raises OSError, also if there are checkpoints that `restore` has not seen."""
+        newer = [step for step in self.run_dir.checkpoint_steps() if step > self.newest]
+        if unseen := sorted({*newer} - {*self._found}):
+            raise OSError(f"{self.run_dir.checkpoint(unseen[-1])} was not there when this start looked for checkpoints")
+        if newer:
+            pass_over(self.run_dir, newer, self.newest)
 
     def save(
         self, step: int, sharded_state: dict[str, Any], meta: dict[str, Any], needed: Callable[[], None] | None = None

@@ -102,6 +102,14 @@ class RunDir:
         """Folder of a save until it is published; a `.tmp` whose processes have ended is debris."""
         return self.checkpoints / f"step-{step:06d}.{save_id}.tmp"
 
+    def passed_over_checkpoint(self, step: int) -> Path:
+        """Folder of a checkpoint that a start could not read, when a start has resumed from an earlier one."""
+        return self.checkpoints / f"step-{step:06d}.passed-over"
+
+    def passed_over_steps(self) -> list[int]:
+        """Return the steps whose checkpoints were passed over. Raises OSError as `checkpoint_steps` does."""
+        return _numbers(self.checkpoints, r"step-([0-9]{6,})\.passed-over")
+
     def checkpoint_steps(self) -> list[int]:
         """Return the steps with a published checkpoint, newest first, whether it is intact or not. Raises OSError if
         the folder cannot be listed."""

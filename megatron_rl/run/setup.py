@@ -69,7 +69,7 @@ def set_up(config: RunConfig, here: Here) -> Run:
         driver=driver,
         held_out=HeldOutRows(held_out, tokenizer, config) if held_out else None,
         checkpointer=checkpointer,
-        writer=_writer(config, here, counters),
+        writer=_writer(config, here, counters, checkpointer),
         record=RolloutRecord(here.attempt, rank, config, tokenizer, right),
         profiler=StepProfiler(here.attempt, rank, config.profile, here.platform),
         step=counters.step,
@@ -86,9 +86,10 @@ def set_up(config: RunConfig, here: Here) -> Run:
     return run
 
 
-def _writer(config: RunConfig, here: Here, counters: Counters) -> Writer:
+def _writer(config: RunConfig, here: Here, counters: Counters, checkpointer: Checkpointer) -> Writer:
     if dist.get_rank() != 0:
         return Writer()
+    checkpointer.pass_over_newer()
     recorded = counters.evaluating is None
     return MetricsWriter(
         here.run_dir, here.attempt, config.logging, counters.step, counters.evaluated, recorded=recorded

@@ -200,10 +200,15 @@ def test_passed_over_checkpoint_stays_until_the_next_save(run_dir: RunDir) -> No
     flip_a_bit(run_dir.checkpoint(60) / "__0_0.distcp")
     saver = checkpointer(run_dir.root, keep=2)
     assert restored_step(saver, Model()) == 20
-    assert run_dir.checkpoint_steps() == [60, 40, 20]
+    assert run_dir.checkpoint_steps() == [60, 40, 20], "until the start continues, another may be able to read them"
+    saver.pass_over_newer()
+    assert run_dir.checkpoint_steps() == [20]
+    assert run_dir.passed_over_steps() == [40, 60]
+    assert run_dir.latest_checkpoint.read_text() == "step-000020\n"
     saver.save(50, sharded_state(50.0), {"cursor": 50})
     saver.wait(final=True)
     assert run_dir.checkpoint_steps() == [50, 20]
+    assert run_dir.passed_over_steps() == []
     assert read_manifest(run_dir.checkpoint(50)).parent == 20
     model = Model()
     assert restored_step(checkpointer(run_dir.root), model) == 50

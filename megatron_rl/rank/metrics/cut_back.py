@@ -40,12 +40,19 @@ def resume_record(run: RunDir, last_step: int) -> tuple[MetricsIndex, Iterator[t
     if isinstance(found, Unreadable):
         raise OSError(str(found))
     cut(run.metrics_index, found.index_end)  # first: a row must not outlive its line
-    cut_back(run.metrics, last_step if last_step > 0 else None, found.place.at, found.summary.step)
+    last = last_step if last_step > 0 else None
+    cut_back(run.metrics, last, found.place.at, found.summary.step, every_step=True)
     return MetricsIndex(run, found), lines_from(run.metrics, found.place.at)
 
 
 def cut_back(
-    path: Path, last_step: int | None, begin: int = 0, begin_step: int | None = None, *, has_last: bool = True
+    path: Path,
+    last_step: int | None,
+    begin: int = 0,
+    begin_step: int | None = None,
+    *,
+    has_last: bool = True,
+    every_step: bool = False,
 ) -> None:
     """Drop torn lines and those after `last_step` (None: all), whose steps will run again.
 
@@ -53,24 +60,19 @@ def cut_back(
         begin: offset up to which all lines are known to be good, and to stay.
         begin_step: step of the last line before it.
         has_last: whether the line of `last_step` was written before that step was saved.
+        every_step: whether the file has a line of every step.
 
     Raises:
-        OSError: the file cannot be read, or lines are damaged and that of `last_step` is not among the rest, where it
-            must be. A file system may show garbage for a moment, and removing it would lose the record.
+        OSError: the file cannot be read, or the line of `last_step` is missing although every step has one, or while
+            other lines are damaged. A file system may show garbage for a moment, and removing it would lose the record.
+            And a record without the step does not lead to its checkpoint.
     """
-    found = patiently(path, lambda: _scan(path, last_step, begin), None, PATIENCE_S)
+    found = patiently(path, lambda: _scan(path, last_step, begin), _Scan(begin, False, None, None), PATIENCE_S)
     if isinstance(found, Unreadable):
         raise OSError(str(found))
-    if found is None:
-        return
     step = begin_step if found.step is None else found.step
-    if found.damaged and has_last and last_step is not None and step != last_step:
-        at, why = found.damaged
-        line = read_bytes(path).count(b"\n", 0, at) + 1
-        raise OSError(
-            f"{path}: line {line} {why}, and that of step {last_step} is missing: the file system may have damaged it. "
-            "Restore the file, or start another run"
-        )
+    if has_last and last_step is not None and step != last_step and (found.damaged or every_step):
+        raise OSError(_without(path, last_step, found.damaged))
     if found.further:
         data = read_bytes(path)
         kept = [text for text in data[begin:].split(b"\n") if _step_of(text, last_step) is not None]
@@ -100,6 +102,21 @@ def lines_from(path: Path, begin: int) -> Iterator[tuple[MetricsLine, int]]:
         for text in file:
             for line in decode_lines(MetricsLine, text).records:
                 yield line, len(text)
+
+
+def _without(path: Path, last_step: int, damaged: tuple[int, str] | None) -> str:
+    """Message about a record without the line of `last_step`. Raises OSError."""
+    if damaged is None:
+        return (
+            f"{path}: the line of step {last_step} is missing, although the checkpoint to resume from was saved after "
+            "it. Restore the file, or remove the newer checkpoints to resume from an earlier one"
+        )
+    at, why = damaged
+    line = read_bytes(path).count(b"\n", 0, at) + 1
+    return (
+        f"{path}: line {line} {why}, and that of step {last_step} is missing: the file system may have damaged it. "
+        "Restore the file, or start another run"
+    )
 
 
 def _scan(path: Path, last_step: int | None, begin: int) -> _Scan:

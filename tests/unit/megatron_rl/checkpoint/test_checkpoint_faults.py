@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from fault_injection import ONCE, Clock, Fault, FaultyFiles, Operation, Tally, faults
 
-from megatron_rl.checkpoint.publish import clean_up, find_latest, publish
+from megatron_rl.checkpoint.publish import clean_up, find_latest, pass_over, publish
 from megatron_rl.contract.manifest import FileRecord, Manifest, find_defect
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
@@ -117,6 +117,36 @@ def test_no_fault_loses_a_checkpoint(tmp_path: Path, record_property, seconds: f
     tally.report("checkpoints, once" if seconds == ONCE else f"checkpoints, for {seconds:.0f} s", record_property)
     assert problems == []
     assert tally.operations >= {"open", "read", "stat", "list", "create", "write", "fsync", "rename", "rmdir", "unlink"}
+
+
+def passed_over(root: Path, fault: Fault | None) -> list[Operation]:
+    """Continue from the permanent checkpoint, in at most two tries."""
+    with checkpoints(root) as (made, files):
+        with files.aside():
+            clean_up(made.run)
+        files.starts()
+        files.fail(fault)
+        try:
+            pass_over(made.run, [BEFORE], PERMANENT)
+        except OSError:
+            with files.aside():
+                assert made.good() >= {PERMANENT}
+                pass_over(made.run, [step for step in made.run.checkpoint_steps() if step > PERMANENT], PERMANENT)
+        with files.aside():
+            assert made.good() == {PERMANENT}, fault
+            assert made.run.passed_over_steps() == [BEFORE], fault
+            assert made.run.latest_checkpoint.read_text() == made.run.checkpoint(PERMANENT).name + "\n", fault
+        return files.operations
+
+
+def test_a_start_that_fails_while_it_passes_over_a_checkpoint_can_repeat_it(tmp_path: Path, record_property) -> None:
+    operations = passed_over(tmp_path / "whole", None)
+    tally = Tally()
+    for number, fault in enumerate(faults(operations)):
+        passed_over(tmp_path / str(number), fault)
+        tally.count(fault, operations[fault.at].kind)
+    tally.report("passing over", record_property)
+    assert tally.operations >= {"stat", "rename", "create", "fsync"}
 
 
 def looked(root: Path, fault: Fault | None) -> tuple[list[Operation], int | None]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.checkpoint.publish import clean_up, find_latest, publish
+from megatron_rl.checkpoint.publish import Latest, clean_up, find_latest, pass_over, publish
 from megatron_rl.contract.manifest import CheckpointError, FileRecord, Manifest, find_defect, read_manifest
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.recipe.save_section import SaveConfig
@@ -205,6 +205,28 @@ def test_later_checkpoints_of_an_abandoned_line_are_deleted(run_dir: RunDir) -> 
     make(run_dir, 40)
     make(run_dir, 30, parent=20, keep=2)
     assert names(run_dir) == ["latest", "step-000020", "step-000030"]
+
+
+def test_a_checkpoint_that_was_passed_over_is_no_longer_found_and_deleted_by_the_next_save(run_dir: RunDir) -> None:
+    for step in (20, 40, 60):
+        make(run_dir, step, keep=3)
+    pass_over(run_dir, [40, 60], 20)
+    assert names(run_dir) == ["latest", "step-000020", "step-000040.passed-over", "step-000060.passed-over"]
+    assert run_dir.latest_checkpoint.read_text() == "step-000020\n"
+    clean_up(run_dir)
+    assert find_latest(run_dir) == Latest(20, ())
+    assert run_dir.passed_over_steps() == [40, 60]
+    make(run_dir, 30, keep=2)
+    assert names(run_dir) == ["latest", "step-000020", "step-000030"]
+
+
+def test_a_checkpoint_is_passed_over_although_an_earlier_one_of_its_step_was(run_dir: RunDir) -> None:
+    make(run_dir, 20)
+    earlier = make(run_dir, 40, b"earlier").rename(run_dir.root / "earlier")
+    make(run_dir, 40, b"later", parent=20)
+    earlier.rename(run_dir.passed_over_checkpoint(40))  # the save could not delete it
+    pass_over(run_dir, [40], 20)
+    assert (run_dir.passed_over_checkpoint(40) / "__0_0.distcp").read_bytes() == b"later"
 
 
 @pytest.mark.parametrize(

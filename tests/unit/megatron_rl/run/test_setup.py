@@ -12,7 +12,9 @@ import torch
 import yaml
 from core_helpers import quiet_safe_points, stir, tiny_model, tiny_run
 
+from megatron_rl.contract.attempt_records import MetricsLine
 from megatron_rl.contract.paths import RunDir
+from megatron_rl.contract.records import append
 from megatron_rl.rank.here import Here
 from megatron_rl.recipe.config import RunConfig
 from megatron_rl.recipe.errors import ConfigurationError
@@ -59,6 +61,7 @@ def weights(run: Run) -> list[torch.Tensor]:
 
 
 def save(run: Run, step: int) -> None:
+    append(run.here.run_dir.metrics, MetricsLine(step, {"loss": 0.5}))
     run.checkpointer.save(step, run.models.sharded_state(), run.counters())
     run.checkpointer.wait(final=True)
 

@@ -114,8 +114,23 @@ def test_the_torn_line_of_an_evaluation_that_went_on_beside_training_is_dropped(
     path.write_text(whole + '{"step": 4, "ev')
     with pytest.raises(OSError, match=r"line 2 .*, and that of step 4 is missing"):
         cut_back(path, last_step=4)
+    append(RunDir(tmp_path).metrics, MetricsLine(6, {"loss": 0.5}))
     MetricsWriter(RunDir(tmp_path), RunDir(tmp_path).attempt(1), LoggingConfig(), 6, 4, recorded=False).close()
     assert path.read_text() == whole
+
+
+@pytest.mark.parametrize("recorded", [0, 3, 9])
+def test_a_record_without_the_step_to_resume_from_is_not_continued(tmp_path: Path, recorded: int) -> None:
+    """It belongs to another line of training, or somebody has removed it: the next lines would leave a gap."""
+    run = RunDir(tmp_path)
+    for step in range(1, recorded + 1):
+        if step != 5:
+            append(run.metrics, MetricsLine(step, {"loss": 0.5}))
+    before = run.metrics.read_bytes() if recorded else None
+    with pytest.raises(OSError, match=r"metrics.jsonl: the line of step 5 is missing, although the checkpoint"):
+        writer(tmp_path, resumed_from=5)
+    assert run.metrics.exists() == (before is not None)
+    assert before is None or run.metrics.read_bytes() == before
 
 
 def test_an_evaluation_before_the_first_step_is_kept(tmp_path: Path) -> None:
