@@ -155,6 +155,7 @@ class Simulation:
             patch.setattr(save_module.futures, "wait", later.wait)
             patch.setattr(safe_points_module, "POLL_S", 0.0)
             patch.setattr(agent_loop_module, "POLL_S", 0.0)
+            patch.setattr(file, "LOOK_AGAIN_S", 0.0)
             for module in EXECUTORS:
                 patch.setattr(module, "ThreadPoolExecutor", later.executor)
             if files is None:

@@ -12,7 +12,7 @@ Records are written every `resume.flush_s`, after each batch that took long enou
 attempt has one file per driver (file.py). Every driver reads all files, because shares differ with another number of
 ranks. A lost record costs repeated work, never a wrong result: records that are damaged, torn or from an abandoned
 line of training are ignored. Groups that a resumed run could not generate again are on disk before a checkpoint is
-published.
+published. A file that cannot be read may have such groups: it ends the rank, and the next start tries again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import TimeoutError as NotYet
 from contextlib import suppress
 from functools import partial
@@ -29,6 +29,7 @@ from itertools import chain, starmap
 from pathlib import Path
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
+from megatron_rl.contract.files import seen
 from megatron_rl.generate.engine.interface import ResumableInference
 from megatron_rl.learn.rollout.bank.bank_records import (
     Lineage,
@@ -39,7 +40,7 @@ from megatron_rl.learn.rollout.bank.bank_records import (
     unsettled_records,
     whole_share,
 )
-from megatron_rl.learn.rollout.bank.file import BankFile, Entry, Record, bank_file, bank_files, scan
+from megatron_rl.learn.rollout.bank.file import BankFile, Entry, Record, bank_file, pause, scan_all
 from megatron_rl.learn.rollout.bank.recording import EarlierWork, Recording, ScoredGroup
 from megatron_rl.recipe.rollout import ResumeConfig
 
@@ -58,7 +59,7 @@ class Bank:
     def __init__(
         self, folder: Path, resume: ResumeConfig, lineage: Lineage, *, next_ordinal: int, driver: int, drivers: int
     ) -> None:
-        """Read the files of earlier attempts.
+        """Read the files of earlier attempts. Raises OSError if one cannot be read.
 
         Args:
             next_ordinal: ordinal below which all are settled.
@@ -80,8 +81,9 @@ class Bank:
         self._checkpoints: dict[int, int] = {}  # step: ordinal below which it settles all
         self._read()
         if self._first:
-            for leftover in folder.glob(".*.tmp"):
-                leftover.unlink(missing_ok=True)
+            with suppress(OSError):  # the next start deletes them
+                for leftover in folder.glob(".*.tmp"):
+                    leftover.unlink(missing_ok=True)
 
     def scored(
         self, ordinals: Sequence[int], problem: Callable[[int], Problem], *, waiting: bool = False
@@ -91,10 +93,27 @@ class Bank:
 
         waiting: whether they are surplus groups, which a checkpoint secured. Then the missing ones have no group,
             because their prompts are too long, and all that are found are returned.
+
+        Raises OSError if a file with groups cannot be read.
         """
-        if any(not path.exists() for path in {entry.path for entry in self._entries}):
+        if not all(seen(path.exists) for path in {entry.path for entry in self._entries}):
             self._read()  # the first driver has moved the records into its own file
         groups = self._earlier.scored(ordinals, problem)
+        if self._lost(ordinals, groups):  # moved meanwhile, or damaged
+            pause()
+            self._read()
+            groups = self._earlier.scored(ordinals, problem)
+        while lost := self._lost(ordinals, groups):
+            self._index([entry for entry in self._entries if entry not in lost])  # generated and written again
+            groups = self._earlier.scored(ordinals, problem)
+        if waiting and (missing := [ordinal for ordinal in ordinals if ordinal not in groups]):
+            logger.warning(
+                "bank: %d of %d groups that the checkpoint counts on are not in %s: prompts that are too long have "
+                "none, and the others are generated again, by newer weights than in a run without interruption",
+                len(missing),
+                len(ordinals),
+                self._folder,
+            )
         return groups if self._keeps_parts or waiting else whole_share(ordinals, groups)
 
     def recording(self, inference: ResumableInference) -> Recording:
@@ -166,7 +185,7 @@ class Bank:
         superseded: set[Path] = set()
         if self._first:
             ours = self._file.path.name.partition(".")[0]
-            superseded = {path for path in bank_files(self._folder) if path.name.partition(".")[0] != ours}
+            superseded = {path for path in self._scanned if path.name.partition(".")[0] != ours}
             folded = [entry for entry in [*self._attempts, *self._entries] if entry.path in superseded]
         self._file.compact(lambda entries: unsettled_records(entries, below), folded, superseded)
 
@@ -178,14 +197,16 @@ class Bank:
 
     # Records of earlier attempts
 
+    def _lost(self, ordinals: Sequence[int], found: Mapping[int, TrajectoryGroup]) -> list[Entry]:
+        """Records of ordinals whose group they do not have."""
+        groups = self._earlier.groups
+        return [groups[ordinal] for ordinal in ordinals if ordinal in groups and ordinal not in found]
+
     def _read(self) -> None:
-        entries: list[Entry] = []
-        damaged = 0
-        for path in bank_files(self._folder):
-            with suppress(OSError):  # meanwhile moved into another file, or unreadable: then it is generated again
-                found, torn = scan(path)
-                entries += found
-                damaged += torn
+        found = scan_all(self._folder)
+        entries = [entry for its, _ in found.values() for entry in its]
+        damaged = sum(torn for _, torn in found.values())
+        self._scanned = found.keys()
         selection = reusable_records(entries, self._lineage, self._settled_below, self._resume.newer)
         self._attempts = [entry for entry in entries if entry.head["kind"] == "attempt"]
         self._index(selection.entries)

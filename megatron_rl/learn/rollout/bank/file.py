@@ -5,7 +5,8 @@
     body     arrays and text
 
 A file has one writer and only grows, until a compacted file replaces it. A record whose head is damaged or torn ends a
-file: what follows is generated again. Bodies stay on disk until they are needed.
+file: what follows is generated again. Bodies stay on disk until they are needed. What cannot be read is tried again for
+READ_PATIENCE_S, and is never taken for absent.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import logging
 import os
 import re
 import struct
+import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+from megatron_rl.contract.files import names_in
+from megatron_rl.contract.records import Unreadable, patiently
 from megatron_rl.learn.rollout.encoding import Head
 
 logger = logging.getLogger(__name__)
@@ -32,8 +37,12 @@ logger = logging.getLogger(__name__)
 _MAGIC = b"mrlB"
 _PREFIX = struct.Struct("<4sIQII")
 _LONGEST_HEAD = 1 << 26  # bytes
+_NAME = re.compile(r"attempt-(\d+)\.driver-(\d+)\.bank")
+READ_PATIENCE_S = 30.0  # seconds to retry what cannot be read, for example on a stale mount
+LOOK_AGAIN_S = 1.0  # seconds between two looks at what is damaged or gone
 
 Record = tuple[Head, bytes]
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,22 @@ class Entry:
     def end(self) -> int:
         return self.body_start + self.body_bytes
 
-    def read(self) -> bytes | None:
+    def read(self, patience: float = READ_PATIENCE_S) -> bytes | None:
+        """Return the body; None if it is damaged, or no longer there. Raises OSError: it cannot be read."""
+        frame = self.read_frame(patience)
+        return None if frame is None else frame[self.body_start - self.start :]
+
+    def read_frame(self, patience: float = READ_PATIENCE_S) -> bytes | None:
+        """Return the whole record. Results as for `read`."""
+        return _patiently(self.path, self._look, patience)
+
+    def _look(self) -> bytes | None:
         with self.path.open("rb") as file:
-            file.seek(self.body_start)
-            body = file.read(self.body_bytes)
-        return body if len(body) == self.body_bytes and zlib.crc32(body) == self.body_crc else None
+            file.seek(self.start)
+            frame = file.read(self.end - self.start)
+        entry = _entry_at(self.path, BytesIO(frame), 0, len(frame))
+        whole = entry is not None and entry.end == len(frame) and zlib.crc32(frame[entry.body_start :]) == self.body_crc
+        return frame if whole else None
 
 
 def encode(head: Head, body: bytes) -> bytes:
@@ -67,8 +87,39 @@ def bank_file(folder: Path, attempt: int, driver: int) -> Path:
 
 
 def bank_files(folder: Path) -> list[Path]:
-    found = folder.glob("attempt-*.driver-*.bank") if folder.is_dir() else []
-    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    """Return the files in a folder, oldest attempt first. Raises OSError."""
+    found = _patiently(folder, lambda: [match for name in names_in(folder) if (match := _NAME.fullmatch(name))]) or []
+    return [folder / match[0] for match in sorted(found, key=lambda match: (int(match[1]), int(match[2])))]
+
+
+def scan_all(folder: Path) -> dict[Path, tuple[list[Entry], bool]]:
+    """Scan the files in a folder. Those that are deleted meanwhile are left out: their records are in another one now.
+    Raises OSError: a file cannot be read, and may have records that no other has."""
+    found = _scan_each(folder)
+    if any(one is None or one[1] for one in found.values()):
+        pause()
+        found = _scan_each(folder)
+    return {path: one for path, one in found.items() if one is not None}
+
+
+def _scan_each(folder: Path) -> dict[Path, tuple[list[Entry], bool] | None]:
+    return {path: _patiently(path, partial(scan, path)) for path in bank_files(folder)}
+
+
+def _patiently(path: Path, look: Callable[[], Found], patience: float = READ_PATIENCE_S) -> Found | None:
+    """Return what `look` finds in a file; None if it is gone. Raises OSError if it cannot be read."""
+    found = patiently(path, look, None, patience)
+    if isinstance(found, Unreadable):
+        raise OSError(
+            f"{path} cannot be read, and may have answers that the run needs: {found.why}. Restore it, or remove it to "
+            "have its answers generated again"
+        )
+    return found
+
+
+def pause() -> None:
+    """Wait before a second look at what is damaged or gone: a file system may show garbage for a moment."""
+    time.sleep(LOOK_AGAIN_S)
 
 
 def scan(path: Path) -> tuple[list[Entry], bool]:
@@ -134,7 +185,8 @@ class BankFile:
         self, unsettled: Callable[[Sequence[Entry]], list[Entry]], folded: Sequence[Entry], superseded: Iterable[Path]
     ) -> None:
         """Add the `folded` records of other files to those of this file, keep only the records that `unsettled` returns
-        for all of them, then delete the `superseded` files, in the background."""
+        for all of them, then delete the `superseded` files, in the background. If one of the records cannot be read,
+        all files stay as they are."""
         self._submit(self._compact, unsettled, list(folded), list(superseded))
 
     def wait(self, timeout_s: float) -> bool:
@@ -217,10 +269,7 @@ class BankFile:
         position = 0
         try:
             with temporary.open("wb") as target:
-                for entry in kept:
-                    frame = _frame(entry)
-                    if frame is None:
-                        continue
+                for entry, frame in _frames(kept):
                     target.write(frame)
                     body_start = position + entry.body_start - entry.start
                     written.append(Entry(self.path, position, body_start, entry.body_bytes, entry.body_crc, entry.head))
@@ -233,10 +282,14 @@ class BankFile:
         self._entries, self._size = written, position
 
 
-def _frame(entry: Entry) -> bytes | None:
-    with suppress(OSError), entry.path.open("rb") as file:
-        file.seek(entry.start)
-        frame = file.read(entry.end - entry.start)
-        if len(frame) == entry.end - entry.start:
-            return frame
-    return None
+def _frames(entries: Sequence[Entry]) -> Iterator[tuple[Entry, bytes]]:
+    """Yield the records that two looks do not find damaged or gone. Raises OSError."""
+    paused = False
+    for entry in entries:
+        if (frame := entry.read_frame()) is None:
+            if not paused:
+                pause()
+            paused = True
+            frame = entry.read_frame()
+        if frame is not None:
+            yield entry, frame

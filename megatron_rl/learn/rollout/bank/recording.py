@@ -3,9 +3,9 @@ disk at any time."""
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from megatron_rl.agent.trajectories import Problem, TrajectoryGroup
@@ -23,11 +23,13 @@ from megatron_rl.learn.rollout.bank.bank_records import (
 from megatron_rl.learn.rollout.bank.file import Entry, Record
 from megatron_rl.learn.rollout.encoding import decode_group
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class EarlierWork:
     """Reusable records of earlier attempts. Their bodies stay on disk until they are needed; work whose body is missing
-    or unreadable is generated again."""
+    or damaged is generated again."""
 
     groups: dict[int, Entry]  # ordinal -> record of its scored group
     parts: dict[AnswerKey, list[Entry]]  # answer -> records of its parts, in the order in which they were written
@@ -48,7 +50,8 @@ class EarlierWork:
         return cls(groups, dict(parts), versions)
 
     def scored(self, ordinals: Sequence[int], problem: Callable[[int], Problem]) -> dict[int, TrajectoryGroup]:
-        """Return the scored groups of these ordinals, as far as they are of the ordinal's present problem."""
+        """Return the scored groups of these ordinals, as far as they are of the ordinal's present problem. Raises
+        OSError: one cannot be read."""
         found = {}
         for ordinal in ordinals:
             entry = self.groups.get(ordinal)
@@ -58,17 +61,21 @@ class EarlierWork:
             checksum = problem_checksum(its)
             if entry.head.get("problem", checksum) != checksum:  # older banks have no checksum
                 continue
-            if (body := _body(entry)) is not None:
+            if (body := entry.read()) is not None:
                 found[ordinal] = decode_group(entry.head, body, its)
         return found
 
     def prefix(self, answer: AnswerKey) -> AnswerPrefix | None:
-        return join((entry.head, _body(entry)) for entry in self.parts.get(answer, []))
+        return join((entry.head, _part(entry)) for entry in self.parts.get(answer, []))
 
 
-def _body(entry: Entry) -> bytes | None:
-    with suppress(OSError):
-        return entry.read()
+def _part(entry: Entry) -> bytes | None:
+    """Body of a part. One that cannot be read is generated again, with the same random numbers. An error would reach
+    the agent, which may take it for a failed answer, and patience would stop the others."""
+    try:
+        return entry.read(patience=0.0)
+    except OSError as error:
+        logger.info("a part of an answer is generated again: %s", error)
     return None
 
 

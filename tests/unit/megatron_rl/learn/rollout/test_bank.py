@@ -20,6 +20,7 @@ from megatron_rl.generate.engine.interface import AnswerPrefix, GenerationReques
 from megatron_rl.generate.engine.model_runner import ModelRunner
 from megatron_rl.generate.engine.scheduler import RowAnswer, StepPlan
 from megatron_rl.learn.rollout.bank import bank as bank_module
+from megatron_rl.learn.rollout.bank import file as file_module
 from megatron_rl.learn.rollout.bank.bank import Bank
 from megatron_rl.learn.rollout.bank.file import bank_file, bank_files, scan
 from megatron_rl.recipe.inference import Sampling
@@ -29,6 +30,12 @@ from megatron_rl.run.state import Run
 KEEP = ResumeConfig(partial="keep")
 REGENERATE = ResumeConfig(partial="regenerate")
 PROMPTS, SAMPLES = 4, 4
+
+
+@pytest.fixture(autouse=True)
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Look again at once at what is damaged."""
+    monkeypatch.setattr(file_module, "LOOK_AGAIN_S", 0.0)
 
 
 @pytest.fixture(scope="module")

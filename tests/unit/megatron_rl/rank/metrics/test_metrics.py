@@ -121,7 +121,7 @@ def test_the_torn_line_of_an_evaluation_that_went_on_beside_training_is_dropped(
 
 @pytest.mark.parametrize("recorded", [0, 3, 9])
 def test_a_record_without_the_step_to_resume_from_is_not_continued(tmp_path: Path, recorded: int) -> None:
-    """It belongs to another line of training, or somebody has removed it: the next lines would leave a gap."""
+    """The file belongs to another line of training, or somebody has removed it: the next lines would leave a gap."""
     run = RunDir(tmp_path)
     for step in range(1, recorded + 1):
         if step != 5:
