@@ -51,6 +51,9 @@ LARGE = 64 * 2**20
 TRIED = 16  # problems of each set that are made when an index is opened, to see that they are still the same
 SLOWEST = 1_000_000  # bytes a second that a process reads at least, or others no longer wait for it
 OPEN_FILES = 64
+RULES = 2
+"""Number of the rules by which rows become problems. It rises where they change, so that an older index of the same
+version of mrl is not used."""
 
 
 class Chosen(NamedTuple):
@@ -65,7 +68,7 @@ class Choice(NamedTuple):
 
     sets: Mapping[str, Sequence[Chosen]]
     columns: Sequence[str] = ()
-    """Names that every row of the data set gets, if it is not one of question and answer."""
+    """Columns of all rows of the data set, if it is not one of question and answer."""
     dropped: Mapping[str, int] = {}
     lacking: int = 0
 
@@ -76,6 +79,8 @@ class ChosenSets(NamedTuple):
     """Number of rows that cannot be used, by reason."""
     lacking: int
     """Number of rows without what is asked for."""
+    columns: Sequence[str]
+    """Columns of all rows, as the choice has them."""
 
 
 ReadProblem = Callable[[DataRow, Sequence[str]], Problem]
@@ -104,7 +109,8 @@ def select(source: DataSource, depends_on: Any, choose: Callable[[], Choice], ma
         logger.warning("data set %s is kept in the memory of every rank: no index in %s: %s", source.path, folder, why)
         return _in_memory(choose())
     identity = _identity(files)
-    key = hashlib.sha256(json.dumps([version("mrl"), identity, depends_on], default=str).encode()).hexdigest()[:32]
+    all_of_it = [version("mrl"), RULES, identity, depends_on]
+    key = hashlib.sha256(json.dumps(all_of_it, default=str).encode()).hexdigest()[:32]
     path, lines = folder / f"{key}.rows", RowLines(files)
     load = partial(_load, path, lines, make)
 
@@ -245,7 +251,7 @@ def prompt_bytes(problem: Problem) -> int:
 
 def _in_memory(choice: Choice) -> ChosenSets:
     sets = {name: [each.problem for each in its] for name, its in choice.sets.items()}
-    return ChosenSets(sets, choice.dropped, choice.lacking)
+    return ChosenSets(sets, choice.dropped, choice.lacking, choice.columns)
 
 
 def _described(name: str, problems: Sequence[Problem]) -> IndexedSet:
@@ -286,7 +292,7 @@ def _load(path: Path, lines: RowLines, make: ReadProblem, *, replays: bool = Tru
         return None
     for note in head.notes if replays else ():
         logging.getLogger(note.logger).log(note.level, "%s", note.text)
-    return ChosenSets(sets, head.dropped, head.lacking)
+    return ChosenSets(sets, head.dropped, head.lacking, head.columns)
 
 
 def _identity(files: Sequence[str]) -> list[tuple[str, int, int]]:

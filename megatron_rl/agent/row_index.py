@@ -67,7 +67,7 @@ class Note(NamedTuple):
 @record()
 class IndexHead(NamedTuple):
     sets: list[IndexedSet]
-    columns: list[str]  # names that every row has
+    columns: list[str]  # of all rows
     dropped: dict[str, int]  # number of rows that cannot be used, by reason
     lacking: int  # number of rows without what is asked for
     notes: list[Note]

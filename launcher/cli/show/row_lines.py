@@ -20,6 +20,8 @@ INDENT = "  "
 def row_lines(found: Mapping[str, Any]) -> Iterator[str]:
     if "row" in found:
         yield from _row(found)
+    elif "ignored" in found:
+        yield ": ".join(filter(None, [found["set"], _ignored(found)]))
     elif "line" in found:
         yield f"problem {found['problem']} of {found['set']}, which the program reads"
         yield from _indented(json.dumps(found["line"], ensure_ascii=False))
@@ -36,6 +38,10 @@ def _row(found: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"{where}: {found['tokens']} tokens, {found['learned']} learned"
     yield from _indented("".join(map(_span, found["spans"])), styled=True)
+
+
+def _ignored(found: Mapping[str, Any]) -> str:
+    return f"nothing reads the columns {printable_lines(', '.join(found['ignored']))}"
 
 
 def _span(span: Mapping[str, Any]) -> str:
@@ -89,6 +95,8 @@ def count_lines(found: Mapping[str, Any]) -> Iterator[str]:
         parts = [f"{name} % up to {lengths[name]:,}" for name in shares]
         yield f"{INDENT}tokens: {', '.join(parts)}, the longest {lengths[longest]:,}; at most {found['limit']:,} fit"
     yield f"{INDENT}equal to an earlier one: {found['equal']:,} rows, {found['equal_prompts']:,} prompts"
+    if found.get("ignored"):
+        yield f"{INDENT}{_ignored(found)}"
     if found.get("learned") is not None:
         yield f"{INDENT}learned: {found['learned']:.1%} of the tokens"
     if found.get("held_out"):

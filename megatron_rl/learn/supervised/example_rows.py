@@ -108,6 +108,7 @@ class DataRows:
     held_out: Sequence[Problem]
     dropped: Mapping[str, int]
     lacking: int  # rows without a value in a column that is trained on
+    unread: Sequence[str]  # columns that nothing reads
 
 
 def read_data(data: DataConfig, sides: Sides = ALL_TRAINED) -> DataRows:
@@ -124,7 +125,6 @@ def read_data(data: DataConfig, sides: Sides = ALL_TRAINED) -> DataRows:
         form = form_of(data, dict.fromkeys(chain.from_iterable(row.values for row in first)))
     except ValueError as error:
         raise ValueError(f"data set {source.path}: {error}") from error
-    logger.info("data set %s: %s", source.path, form)
 
     def made(row: DataRow, _: Sequence[str]) -> Problem:
         values = row_of(form, row.values)
@@ -137,7 +137,8 @@ def read_data(data: DataConfig, sides: Sides = ALL_TRAINED) -> DataRows:
 
     columns = data.model_dump(mode="json", include={"messages", "tools", "prompt", "answer"})
     found = select(source, ["supervised", source.model_dump(), columns, *sides.as_json], choose, made)
-    return DataRows(form, found.sets.get(ROWS, ()), found.sets.get(HELD_OUT, ()), found.dropped, found.lacking)
+    trained, held_out = (found.sets.get(side, ()) for side in (ROWS, HELD_OUT))
+    return DataRows(form, trained, held_out, found.dropped, found.lacking, form.unread(found.columns))
 
 
 def _choose(source: DataSource, form: Form, rows: Iterable[DataRow], sides: Sides) -> Choice:
@@ -157,6 +158,7 @@ def _choose(source: DataSource, form: Form, rows: Iterable[DataRow], sides: Side
             problem = _row(values, row.where)
             of_sides[sides.of(problem)].append(Chosen(problem, row.where, row.place))
     name = f"data set {source.path}"
+    logger.info("%s: %s", name, form.described(columns))
     for column in columns_of(form):
         check_column(column, columns, name)
     usable, equal = sum(map(len, of_sides.values())), len(of_sides.pop(EQUAL))
@@ -171,7 +173,7 @@ def _choose(source: DataSource, form: Form, rows: Iterable[DataRow], sides: Side
         )
     sides.check(name, equal, usable)
     by_reason = dropped.by_reason | ({EQUAL: equal} if equal else {})
-    return Choice({id: its for id, its in of_sides.items() if its}, dropped=by_reason, lacking=lacking)
+    return Choice({id: its for id, its in of_sides.items() if its}, [*columns], by_reason, lacking)
 
 
 def demonstrations(environment: object) -> Sequence[tuple[str, str]]:

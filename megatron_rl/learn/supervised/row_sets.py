@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.agent.api import TrainingSet
 from megatron_rl.agent.indexed_problems import IndexedProblems
@@ -21,6 +21,7 @@ class RowSets:
     unread: Mapping[str, Mapping[str, int]]  # rows that are used for nothing, by id and reason
     total: int | None = None
     """Rows that the whole run trains on, where the sets have epochs; None: the number of its steps decides."""
+    ignored: Mapping[str, Sequence[str]] = field(default_factory=dict)  # columns that nothing reads, by id
 
 
 def open_sets(data: DataConfig, environment: object) -> RowSets:
@@ -39,10 +40,11 @@ def open_sets(data: DataConfig, environment: object) -> RowSets:
     taken = {key_of(row) for rows in held.values() for row in rows}
     read: dict[str, Sequence[Problem]] = {}
     unread: dict[str, Mapping[str, int]] = {}
+    ignored: dict[str, Sequence[str]] = {}
     # A row that a set with a large share holds out may be in one with a small share, which does not hold it out. So the
     # small one is read later, when the held-out rows of the large one are known. The other way round, both hold it out.
     for id, its in sorted(members.items(), key=lambda one: -one[1].held_out_share):
-        found, unread[id] = _read(its, environment, Sides(its.held_out_share, frozenset(taken)))
+        found, unread[id], ignored[id] = _read(its, environment, Sides(its.held_out_share, frozenset(taken)))
         read[id] = found[ROWS]
         if its.held_out_share:
             held[id] = found[HELD_OUT]
@@ -51,30 +53,32 @@ def open_sets(data: DataConfig, environment: object) -> RowSets:
     named = {id: _named(rows, id) for id, rows in held.items()}
     trained = [TrainingSet(id, 1.0, _named(read[id], id)) for id in members]
     if data.sets is None:
-        return RowSets(trained, named, unread)
+        return RowSets(trained, named, unread, ignored=ignored)
     if not data.counted:
-        return RowSets(_weighted(trained, [one.weight or 1.0 for one in data.sets]), named, unread)
+        weighted = _weighted(trained, [one.weight or 1.0 for one in data.sets])
+        return RowSets(weighted, named, unread, ignored=ignored)
     counts = [round((one.epochs or 0) * len(its.problems)) for one, its in zip(data.sets, trained, strict=True)]
     for one, count in zip(data.sets, counts, strict=True):
         if not count:
             raise ValueError(f"set {one.id!r}: {one.epochs:g} epochs of its rows are less than one row: raise epochs")
-    return RowSets(_weighted(trained, counts), named, unread, sum(counts))
+    return RowSets(_weighted(trained, counts), named, unread, sum(counts), ignored)
 
 
 def _read(
     its: DataConfig, environment: object, sides: Sides
-) -> tuple[Mapping[str, Sequence[Problem]], Mapping[str, int]]:
-    """Return the rows of a set by their side, and the number of those that are used for nothing, by reason."""
+) -> tuple[Mapping[str, Sequence[Problem]], Mapping[str, int], Sequence[str]]:
+    """Return the rows of a set by their side, the number of those that are used for nothing, by reason, and the columns
+    that nothing reads."""
     if its.path is not None:
         found = read_data(its, sides)
         lacking = {f"it lacks {found.form.wanted}": found.lacking} if found.lacking else {}
-        return {ROWS: found.rows, HELD_OUT: found.held_out}, {**found.dropped, **lacking}
+        return {ROWS: found.rows, HELD_OUT: found.held_out}, {**found.dropped, **lacking}, found.unread
     of_sides: dict[str, list[Problem]] = {ROWS: [], HELD_OUT: [], EQUAL: []}
     for row in rows_of(its, environment):
         of_sides[sides.of(row)].append(row)
     equal = len(of_sides.pop(EQUAL))
     sides.check("the worked examples", equal, equal + sum(map(len, of_sides.values())))
-    return of_sides, {EQUAL: equal} if equal else {}
+    return of_sides, {EQUAL: equal} if equal else {}, ()
 
 
 def _check(id: str, its: DataConfig, trained: int, held: int) -> None:

@@ -155,7 +155,8 @@ def _functions(config: RunConfig, copies: RunDir | None) -> Iterator[dict[str, A
 
 
 def shown(lesson: Lesson, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the first rows or problems of each set.
+    """Yield the first rows or problems of each set, and before the rows of one `ignored`, its columns that nothing
+    reads, where it has some.
 
     A row has `row`, its number, `set`, empty if there is only one, `where`, its location, and `spans`, each the text of
     consecutive tokens that are all `learned` or all not; or `dropped`, the reason. A problem has `problem`, its number,
@@ -164,7 +165,10 @@ def shown(lesson: Lesson, count: int) -> Iterator[dict[str, Any]]:
     """
     if lesson.config.supervised:
         encoder = RowEncoder(lesson.config.rows, lesson.tokenizer, lesson.config.sequence_length)
+        assert lesson.rows is not None
         for each in lesson.sets:
+            if ignored := lesson.rows.ignored[each.environment]:
+                yield {"set": each.environment, "ignored": [*ignored]}
             for number, row in enumerate(each.problems[:count], 1):
                 where = {"row": number, "set": each.environment, "where": place_of(row, number - 1)}
                 yield {**where, **_row(encoder, row, lesson.tokenizer)}
@@ -220,8 +224,9 @@ PERCENTILES = (50, 90, 99, 100)
 def counts(lesson: Lesson) -> Iterator[dict[str, Any]]:
     """Yield the counts of each set: `rows`; `dropped`, their number by reason; `lengths`, in tokens by percentile;
     `limit`, the longest that is trained on; `equal`, rows that repeat an earlier one, and `equal_prompts`; for rows of
-    data `learned`, the share of their tokens, `held_out`, the rows that evaluations read, and in a run of several sets
-    `share`, that of the run's rows, and `steps`, which all epochs fill, or None."""
+    data `ignored`, the columns that nothing reads, `learned`, the share of their tokens, `held_out`, the rows that
+    evaluations read, and in a run of several sets `share`, that of the run's rows, and `steps`, which all epochs fill,
+    or None."""
     for each in lesson.sets:
         yield _of_rows(lesson, each) if lesson.config.supervised else _of_problems(lesson, each)
 
@@ -245,6 +250,7 @@ def _of_rows(lesson: Lesson, of: TrainingSet) -> dict[str, Any]:
         "set": of.environment or config.rows.path or config.task.name,
         "rows": len(of.problems) + sum(unread.values()) + held_out * bool(its.held_out_share),
         **_measured(dropped, lengths, config.sequence_length, whole, prompts),
+        "ignored": [*rows.ignored[of.environment]],
         "learned": learned / sum(lengths) if lengths else None,
         "held_out": held_out,
         "share": of.weight / sum(each.weight for each in lesson.sets),

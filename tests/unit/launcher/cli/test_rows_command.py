@@ -41,6 +41,14 @@ def test_counts_are_said_in_four_lines() -> None:
     ]
 
 
+def test_columns_that_nothing_reads_are_named_before_the_rows_and_among_the_counts() -> None:
+    found = {"set": "sums", "ignored": ["id", "note\x1b"]}
+    assert next(row_lines(found)) == "sums: nothing reads the columns id, note\\x1b"
+    assert not is_faulty(found)
+    counted = {**found, "rows": 5, "dropped": {}, "lengths": {}, "equal": 0, "equal_prompts": 0}
+    assert [*count_lines(counted)][2:] == ["  nothing reads the columns id, note\\x1b"]
+
+
 SCORED = {"problem": 1, "tokens": 4, "room": 9}
 LOST = {
     "failures": ["a.py:3: KeyError"],

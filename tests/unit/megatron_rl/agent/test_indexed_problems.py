@@ -170,7 +170,8 @@ def test_rows_of_supervised_training_are_the_same(tmp_path: Path, monkeypatch: p
     good = [
         {"messages": [{"role": "user", "content": f"{n}"}, {"role": "assistant", "content": "b"}]} for n in range(40)
     ]
-    path.write_text("\n".join(map(json.dumps, [*good, odd, {"messages": None}])))
+    late = {**good[0], "system": "Be brief.", "source": "web"}
+    path.write_text("\n".join(map(json.dumps, [*good, odd, late, {"messages": None}])))
     data = DataConfig(path=str(path))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(indexed_problems, "LARGE", 2**60)
@@ -180,6 +181,8 @@ def test_rows_of_supervised_training_are_the_same(tmp_path: Path, monkeypatch: p
     found = read_data(data)
     assert isinstance(found.rows, IndexedProblems) and [*found.rows] == expected.rows
     assert (found.form, found.dropped, found.lacking) == (expected.form, expected.dropped, 1)
+    assert found.rows[-1].golden["messages"][0] == {"role": "system", "content": "Be brief."}
+    assert found.unread == expected.unread == ["source"]
 
 
 def test_other_forms_stay_in_memory(tmp_path: Path) -> None:

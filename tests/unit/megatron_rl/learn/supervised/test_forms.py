@@ -17,6 +17,8 @@ from optional import needs
 
 from megatron_rl.agent.trajectories import Problem
 from megatron_rl.learn.supervised.example_rows import RowEncoder, rows_of
+from megatron_rl.learn.supervised.row_forms import form_of
+from megatron_rl.learn.supervised.row_sets import open_sets
 from megatron_rl.model.tokenizer import HuggingFaceTokenizer
 from megatron_rl.recipe.data import DataConfig
 from megatron_rl.recipe.errors import ConfigurationError
@@ -145,3 +147,81 @@ def test_rows_of_different_tools_are_the_same_in_every_file_format(tmp_path: Pat
         found, _ = read(write(tmp_path, given))
         assert [row.prompt for row in found] == [row.prompt for row in wanted], write.__name__
         assert [marked(encoder, row) for row in found] == [marked(encoder, row) for row in wanted]
+
+
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+ALPACA = {"instruction": "1+1", "output": "2"}
+COMPANIONS = [
+    (ALPACA, {"input": "And 2+2?"}),
+    (ALPACA, {"history": [["a", "b"]]}),
+    ({"prompt": "1+1", "completion": "2"}, {"system": "Be brief."}),
+    ({"question": "1+1", "response": "2"}, {"system_prompt": "Be brief."}),
+    ({"prompt": "1+1", "completion": "2"}, {"tools": TOOLS}),
+    ({"messages": [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": "2"}]}, {"functions": TOOLS}),
+]
+
+
+@pytest.mark.parametrize(("row", "companion"), COMPANIONS, ids=lambda pair: " ".join(pair))
+def test_a_column_that_later_rows_begin_means_the_same_in_every_order_and_format(
+    tmp_path: Path, row: dict[str, Any], companion: dict[str, Any]
+) -> None:
+    plain, full = [row] * 16, [{**row, **companion}] * 2
+    (one, *_, other), encoder = read(as_lines(tmp_path, [*plain, *full]))
+    (alone,), _ = read(as_lines(tmp_path, full[:1]))
+    assert marked(encoder, other) == marked(encoder, alone) != marked(encoder, one)
+    swapped, _ = read(as_lines(tmp_path, [*full, *plain]))
+    assert [found.prompt for found in swapped] == [other.prompt] * 2 + [one.prompt] * 16
+    null = dict.fromkeys(companion)
+    in_columns, _ = read(as_parquet(tmp_path, [{**each, **null, **each} for each in (*plain, *full)]))
+    assert [found.prompt for found in in_columns] == [one.prompt] * 16 + [other.prompt] * 2
+
+
+@pytest.mark.parametrize(
+    ("row", "late"),
+    [
+        ({"prompt": "1+1", "completion": "2"}, {"messages": [{"role": "user", "content": "?"}]}),
+        ({"prompt": "1+1", "completion": "2"}, {"response": "3"}),
+        ({"query": "1+1", "response": "2"}, {"answers": '[{"name": "add", "arguments": {}}]', "tools": TOOLS}),
+    ],
+)
+def test_later_rows_that_would_have_made_another_form_are_dropped_by_row_and_column(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: dict[str, Any], late: dict[str, Any]
+) -> None:
+    file = as_lines(tmp_path, [*[row] * 16, {**row, **late}])
+    assert len(read(file)[0]) == 16
+    column, asked, answer = next(iter(late)), *row
+    said = f"1 x {column}: says something in this row and is not in the first rows, which are read from {asked}"
+    assert f"{said} + {answer}" in caplog.text and f"(first: {file}:17)" in caplog.text
+    named, _ = read(file, {"prompt": asked, "answer": answer})
+    assert len(named) == 17, "the recipe says which columns count"
+
+
+@pytest.mark.parametrize("form", [form for form in UNDERSTOOD if "data" not in form], ids=lambda form: form["form"])
+def test_a_known_pair_that_the_recipe_names_is_read_as_one_that_is_recognised(
+    tmp_path: Path, form: dict[str, Any]
+) -> None:
+    file = as_lines(tmp_path, [form["row"]])
+    recognised = form_of(DataConfig(), form["row"])
+    if recognised.messages:
+        named, encoder = read(file, {"messages": recognised.messages})
+    else:
+        named, encoder = read(file, {"prompt": recognised.prompt, "answer": recognised.answer})
+    assert [marked(encoder, row) for row in named] == [form["tokens"]]
+
+
+def test_calls_whose_tools_begin_after_the_first_rows_are_not_learned_as_texts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"query": "1+1", "answers": '[{"name": "add", "arguments": {}}]'}
+    file = as_lines(tmp_path, [*[row] * 16, {**row, "tools": TOOLS}])
+    assert len(read(file, {"prompt": "query", "answer": "answers"})[0]) == 16
+    assert "1 x tools: says something in this row" in caplog.text
+
+
+def test_columns_that_nothing_reads_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = as_lines(tmp_path, [*[{**ALPACA, "id": 7}] * 16, {**ALPACA, "input": "x", "context": "y", "note": "z"}])
+    with caplog.at_level("INFO"):
+        found = open_sets(DataConfig(path=str(file)), None)
+    assert found.ignored == {"": ["id", "note"]}
+    said = "prompts in instruction and input and context, answers in output; nothing reads id, note"
+    assert caplog.text.count(said) == 1

@@ -131,6 +131,15 @@ def test_counts_tell_dropped_and_equal_rows(tmp_path: Path) -> None:
     assert found["lengths"]["100"] == 7 and found["learned"] == pytest.approx(2 / 7)
 
 
+def test_columns_of_data_that_nothing_reads_are_shown(tmp_path: Path) -> None:
+    rows = '{"prompt": "1+1=", "answer": "2", "note": "x"}\n'
+    overrides = ("training.objective=supervised", f"data={{path: {tmp_path}/rows.jsonl}}", "grpo=null")
+    named, row = asked("show", tmp_path, *overrides, rows=rows)
+    assert named == {"set": "", "ignored": ["note"]} and row["row"] == 1
+    (counted,) = asked("count", tmp_path, *overrides, rows=rows)
+    assert counted["ignored"] == ["note"]
+
+
 @needs("transformers", "tokenizers")
 def test_template_without_system_messages_is_named_with_the_key_of_the_message() -> None:
     from chat_templates import tokenizer_of
