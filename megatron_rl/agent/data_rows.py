@@ -41,8 +41,18 @@ class DataSource(Section):
 
     shorthand = "path"
 
+    @property
+    def needed(self) -> list[str]:
+        """Columns, without paths inside them, that the data set must have."""
+        return [root_of(self.question)] if self.question else []
+
     def text_of(self, row: Mapping[str, Any]) -> str | None:
         return as_text(value_at(row, self.question.split(".")))
+
+
+def root_of(path: str) -> str:
+    """Return the column of a path such as a.0.b."""
+    return path.partition(".")[0]
 
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.data_rows import DataRow, DataSource, check_column, read_rows
+from megatron_rl.agent.data_rows import DataRow, DataSource, check_column, read_rows, root_of
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.recipe.data_files import is_text_file
 from megatron_rl.recipe.hub import is_hub_name
@@ -29,6 +29,10 @@ class DataSet(DataSource):
     """Marker such as ####, if that column is a worked solution: the answer is the text after the last marker."""
     answer_boxed: bool = False
     r"""Whether the answer is the content of the last \boxed{} of a worked solution."""
+
+    @property
+    def needed(self) -> list[str]:
+        return [root_of(self.question), root_of(self.answer)]
 
 
 def hub_names(sources: Iterable[DataSource | None]) -> list[str]:
@@ -71,7 +75,7 @@ def read_questions(source: DataSource) -> Iterator[Question]:
             lacking += 1
         elif (key := (question.text, question.answer, hash(repr(question.row)))) not in seen:
             seen.add(key)
-            yield replace(question, text=_shortened(source, question.text))
+            yield replace(question, text=shortened(source, question.text))
     if 0 < lacking < rows:
         needed = f"a question ({source.question})"
         if isinstance(source, DataSet):
@@ -90,12 +94,11 @@ def question_of(source: DataSource, row: DataRow, columns: Iterable[str]) -> Que
     found = _answered_in(source, row) if isinstance(source, DataSet) else _whole_of(source, row, columns)
     if found is None:
         raise ValueError("it has no question")
-    return replace(found, text=_shortened(source, found.text))
+    return replace(found, text=shortened(source, found.text))
 
 
 def _answered(source: DataSet) -> Iterator[Question | None]:
-    columns = [path.partition(".")[0] for path in (source.question, source.answer)]
-    return (_answered_in(source, row) for row in read_rows(source, columns))
+    return (_answered_in(source, row) for row in read_rows(source, source.needed))
 
 
 def _answered_in(source: DataSet, row: DataRow) -> Question | None:
@@ -115,8 +118,8 @@ def _whole(source: DataSource) -> Iterator[Question | None]:
     """Yield the question of each row, with all columns of the data set; None if it lacks the question."""
     rows = [*read_rows(source)]
     columns = dict.fromkeys(name for row in rows for name in row.values)
-    if source.question:
-        check_column(source.question.partition(".")[0], columns, f"data set {source.path}")
+    for column in source.needed:
+        check_column(column, columns, f"data set {source.path}")
     for row in rows:
         yield _whole_of(source, row, columns)
 
@@ -127,7 +130,8 @@ def _whole_of(source: DataSource, row: DataRow, columns: Iterable[str]) -> Quest
     return Question(text, "", values, source, row.where, row.place) if text else None
 
 
-def _shortened(source: DataSource, text: str) -> str:
+def shortened(source: DataSource, text: str) -> str:
+    """Return a question without the texts that are to be removed."""
     for removed in source.remove:
         text = _words(removed).sub("", text)
     return text.strip()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from string import Formatter
 from typing import Any, Literal
 
@@ -94,28 +95,53 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, Mapping) and any(pair <= value.keys() for pair in pairs)
 
 
-def render_messages(tokenizer: Tokenizer, messages: Sequence[Any], config: PromptConfig, column: str) -> str:
+def render_messages(
+    tokenizer: Tokenizer,
+    messages: Sequence[Any],
+    config: PromptConfig,
+    column: str,
+    *,
+    tools: Any = None,
+    ask: Callable[[str], str] | None = None,
+) -> str:
     """Return the prompt of a list of messages. Without a chat template, the texts of the system and of the user follow
     each other.
 
-    column: name of the messages, for errors.
+    Args:
+        column: name of the messages, for errors.
+        tools: definitions of the tools that the prompt offers.
+        ask: makes of the last text of the user what the prompt asks instead.
 
     Raises ValueError for messages that cannot be understood, that ask nothing, or that the chat template refuses.
     """
-    found = conversation_of(messages, field=column)
+    found = conversation_of(messages, tools, field=column)
     last = found.messages[-1]["role"] if found.messages else "nobody"
     if last not in ("user", "tool"):
         raise ConversationError(column, f"is a prompt without a question: its last message is from {last}")
-    if config.system and not any(message["role"] == "system" for message in found.messages):
-        found = conversation_of([{"role": "system", "content": config.system}], field="system") + found
-    if in_chat(tokenizer, config):
-        return Chat(tokenizer, config.chat_template).text(found)
-    return _plain(found, config)
+    if ask is not None:
+        found = _with_question(found, ask, column)
+    is_chat, system = in_chat(tokenizer, config), config.system
+    says_system = system is not None if is_chat else bool(system)
+    if says_system and not any(message["role"] == "system" for message in found.messages):
+        found = conversation_of([{"role": "system", "content": system}], field="system") + found
+    return Chat(tokenizer, config.chat_template).text(found) if is_chat else _plain(found, config)
+
+
+def _with_question(conversation: Conversation, ask: Callable[[str], str], column: str) -> Conversation:
+    """Return the conversation with another last message of the user. Raises ConversationError if it has none."""
+    messages = [*conversation.messages]
+    asked = [number for number, message in enumerate(messages) if message["role"] == "user"]
+    if not asked:
+        raise ConversationError(column, "has no message of the user, which `prompt` and `remove` could change")
+    messages[asked[-1]] = {**messages[asked[-1]], "content": ask(messages[asked[-1]]["content"])}
+    return replace(conversation, messages=tuple(messages))
 
 
 def _plain(conversation: Conversation, config: PromptConfig) -> str:
     if config.chat == "always":
         raise ValueError("environment.args.chat: always, but the tokenizer has no chat template")
+    if conversation.tools:
+        raise ConversationError("tools", "only a chat template can write definitions of tools")
     for message, place in zip(conversation.messages, conversation.places, strict=True):
         if message["role"] not in ("system", "user"):
             raise ConversationError(place, f"is from {message['role']}, which only a chat template can write")

@@ -24,10 +24,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from megatron_rl.agent.api import Demonstrator, Scoring
-from megatron_rl.agent.data_rows import DataSource
-from megatron_rl.agent.datasets import Question
+from megatron_rl.agent.data_rows import DataSource, root_of
+from megatron_rl.agent.datasets import Question, shortened
 from megatron_rl.agent.hf_dataset import HFDatasetAgent, HFDatasetConfig, filled
-from megatron_rl.agent.prompts import messages_in, render_messages, render_prompt
+from megatron_rl.agent.prompts import PromptConfig, messages_in, render_messages, render_prompt
 from megatron_rl.agent.reward_only import of_answer
 from megatron_rl.agent.reward_value import Reward
 from megatron_rl.agent.scoring import Call, CheckedReward, NotScored, RolloutLimits, UnusableFunction
@@ -43,6 +43,8 @@ logger = logging.getLogger(__name__)
 
 FUNCTION = "reward"
 FINISH_REASON = "finish_reason"
+UNCHANGED = "{question}"  # a template
+TOOLS = "tools"  # rows may lack the column of this name
 NO_LIMITS = RolloutLimits(math.inf)
 
 
@@ -54,7 +56,18 @@ class PythonRows(DataSource):
     question: str = "prompt"
     """Column of the prompt: a text, or a list of chat messages."""
     system: str | None = None
-    """Column of the system message; default: environment.args.system."""
+    """Column of the system message of a row whose messages have none; default: environment.args.system."""
+    tools: str | None = TOOLS
+    """Column of the definitions of tools that the chat template offers, as in OpenAI's API, where a row has some; null:
+    only the reward reads them."""
+    remove: list[str] = []
+    """Texts to remove from every question, or from the user's last message in a list of messages, such as instructions
+    that contradict ours. Any white space matches any other."""
+
+    @property
+    def needed(self) -> list[str]:
+        others = [self.system, self.tools if self.tools != TOOLS else None]
+        return [*super().needed, *map(root_of, filter(None, others))]
 
 
 class PythonConfig(HFDatasetConfig):
@@ -66,6 +79,9 @@ class PythonConfig(HFDatasetConfig):
     """Rows to train on; null: the environment only evaluates."""
     evaluate: dict[Annotated[str, Field(pattern=r"^[a-z0-9_.-]+$")], PythonRows] = {}  # type: ignore[assignment]
     """Evaluation sets by name, each with the keys of `train`. Their problems are excluded from the training set."""
+    prompt: str = UNCHANGED
+    """The prompt, in Python's format syntax. In a list of messages it takes the place of the user's last message, which
+    is then {question}."""
     processes: PositiveInt = 1
     """Number of processes that score answers, on each rank that generates. Each imports the file and has its own module
     state, and a plain function scores one answer at a time. Default: one, so that all answers see the same state."""
@@ -157,22 +173,34 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         assert isinstance(source, PythonRows)
         system = value_at(question.row, source.system.split(".")) if source.system else None
         prompt_config = config if system is None else config.model_copy(update={"system": str(system)})
+        tools = value_at(question.row, source.tools.split(".")) if source.tools else None
+        if not tools:
+            return self._rendered(question, template, prompt_config)
+        try:
+            return self._rendered(question, template, prompt_config, tools)
+        except ValueError as error:
+            self._rendered(question, template, prompt_config)  # raises where the prompt is to blame
+            raise ValueError(
+                f"column {source.tools}: {error}; if only the reward reads it, set `tools` of the data set to null"
+            ) from error
+
+    def _rendered(self, question: Question, template: str, config: PromptConfig, tools: Any = None) -> str:
+        source, columns = question.source, self._columns(question)
+        assert isinstance(source, PythonRows)
         messages = messages_in(value_at(question.row, source.question.split(".")), source.question)
-        columns = self._columns(question)
         if messages is None:
-            return render_prompt(self.tokenizer, filled(template, columns), prompt_config)
-        if template == config.teacher_prompt:
-            messages = _with_hint(messages, template, columns, source.question)
-        return render_messages(self.tokenizer, messages, prompt_config, source.question)
+            text = filled(template, columns)
+            if not tools:
+                return render_prompt(self.tokenizer, text, config)
+            messages, ask = [{"role": "user", "content": text}], None
+        elif template == UNCHANGED and not source.remove:
+            ask = None
+        else:
 
+            def ask(text: str) -> str:
+                return filled(template, {**columns, "question": shortened(source, text) if source.remove else text})
 
-def _with_hint(messages: list[Any], template: str, columns: Mapping[str, Any], place: str) -> list[Any]:
-    """Return messages whose last one is the template, in which {question} is that message. Raises ValueError."""
-    last = messages[-1] if messages else None
-    key = "value" if isinstance(last, Mapping) and "content" not in last else "content"
-    if not isinstance(last, Mapping) or not isinstance(last.get(key), str):
-        raise ValueError(f"{place}: its last message is not a text, so environment.args.teacher_prompt has no question")
-    return [*messages[:-1], {**last, key: filled(template, {**columns, "question": last[key]})}]
+        return render_messages(self.tokenizer, messages, config, source.question, tools=tools, ask=ask)
 
 
 def _check(file: Path) -> None:

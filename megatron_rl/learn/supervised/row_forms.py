@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from megatron_rl.agent.data_rows import root_of
 from megatron_rl.agent.prompts import messages_in
 from megatron_rl.agent.text_rows import as_text, parse_json, value_at
 from megatron_rl.model.chat.conversation import Conversation, ConversationError, conversation_of
@@ -64,7 +65,7 @@ class Form:
     def described(self, columns: Collection[str]) -> str:
         """Describe what is read of these columns, and name those that nothing reads."""
         found = {
-            use: (" and " if use == "prompts" else " or ").join(name for name in names if _root(name) in columns)
+            use: (" and " if use == "prompts" else " or ").join(name for name in names if root_of(name) in columns)
             for use, names in self._uses().items()
         }
         said = ", ".join(f"{use} in {names}" for use, names in found.items() if names)
@@ -73,7 +74,7 @@ class Form:
 
     def unread(self, columns: Collection[str]) -> list[str]:
         """Return the columns that nothing reads."""
-        read = {_root(name) for names in self._uses().values() for name in names}
+        read = {root_of(name) for names in self._uses().values() for name in names}
         return [name for name in columns if name not in read]
 
     def _uses(self) -> dict[str, tuple[str, ...]]:
@@ -97,7 +98,7 @@ def form_of(data: DataConfig, columns: Collection[str]) -> Form:
     """Return the form of a data set whose first rows have these columns. Raises ValueError if it is none, or may be
     several."""
     tools = (data.tools,) if data.tools else TOOLS
-    has_tools = any(_root(name) in columns for name in tools)
+    has_tools = any(root_of(name) in columns for name in tools)
     if data.prompt is not None and data.answer is not None:
         pair = (data.prompt, data.answer)
         late = tuple((name,) for name in tools) if pair == CALLS and not has_tools else ()
@@ -141,7 +142,7 @@ def _form_of_pair(pair: tuple[str, str], has_tools: bool) -> Form:
 
 def columns_of(form: Form) -> list[str]:
     """Return the columns, without paths inside them, that must exist."""
-    return [*map(_root, filter(None, [form.messages, form.prompt, form.answer, form.tools]))]
+    return [*map(root_of, filter(None, [form.messages, form.prompt, form.answer, form.tools]))]
 
 
 def row_of(form: Form, row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -262,7 +263,3 @@ def _text(value: Any, column: str) -> str:
 
 def _value(row: Mapping[str, Any], column: str) -> Any:
     return value_at(row, column.split(".")) if column else None
-
-
-def _root(column: str) -> str:
-    return column.partition(".")[0]

@@ -106,17 +106,81 @@ def test_errors_of_the_network_lose_the_answer_and_others_do_if_the_recipe_says_
     assert group.trajectories[0].output == "looking at 4\n"
 
 
-def test_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:
-    class Chat(Words):
-        def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> str | None:
-            return "".join(f"<{one['role']}>{one['content']}" for one in messages)
+class ChatWords(Words):
+    def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> str | None:
+        offered = "".join(f"<tool>{json.dumps(tool)}" for tool in tools or ())
+        return offered + "".join(f"<{one['role']}>{one['content']}" for one in messages)
 
+
+def prompts(folder: Path, rows: list[dict[str, Any]], *, chat: bool = True, **arguments: Any) -> list[str]:
+    """Prompts of rows, in a chat template that writes all that it reads."""
+    source, train = "def reward(response, **columns):\n    return 0", {"path": str(folder / "mine.jsonl")}
+    arguments["train"] = {**train, **arguments.get("train", {})}
+    tokenizer = ChatWords("<user>{}<assistant>") if chat else None
+    return [each.prompt for each in build(folder, source, rows, tokenizer, **arguments).training_problems()]
+
+
+TALK = [
+    {"role": "user", "content": "Hi. Be short."},
+    {"role": "assistant", "content": "Yes? Be short."},
+    {"role": "user", "content": [{"type": "text", "text": "1+1? Be short."}]},
+]
+
+
+def test_template_and_removed_texts_apply_to_the_last_message_of_the_user(tmp_path: Path) -> None:
+    before, rows = "<user>Hi. Be short.<assistant>Yes? Be short.", [{"prompt": TALK}]
+    assert prompts(tmp_path, rows) == [f"{before}<user>1+1? Be short."]
+    assert prompts(tmp_path, rows, prompt="{question} Use [].") == [f"{before}<user>1+1? Be short. Use []."]
+    assert prompts(tmp_path, rows, train={"remove": ["Be short."]}) == [f"{before}<user>1+1?"]
+    both = prompts(tmp_path, rows, prompt="{question} Use [].", train={"remove": ["Be  short."]})
+    assert both == [f"{before}<user>1+1? Use []."]
+    called = [*TALK, {"role": "assistant", "content": "."}, {"role": "tool", "content": "2"}]
+    assert prompts(tmp_path, [{"prompt": called}], prompt="{question}!")[0].endswith("short.!<assistant>.<tool>2")
+    with pytest.raises(ValueError, match=r"mine.jsonl:1: prompt: has no message of the user, which `prompt` and"):
+        prompts(tmp_path, [{"prompt": called[-1:]}], prompt="{question}!")
+
+
+@pytest.mark.parametrize("asked", ["1+1", [{"role": "user", "content": "1+1"}]])
+def test_empty_system_message_takes_the_place_of_the_templates_own(tmp_path: Path, asked: Any) -> None:
+    rows = [{"prompt": asked, "rules": ""}]
+    assert prompts(tmp_path, rows, system="") == ["<system><user>1+1"]
+    assert prompts(tmp_path, rows, system="Hi", train={"system": "rules"}) == ["<system><user>1+1"]
+    assert prompts(tmp_path, rows) == ["<user>1+1"]
+    assert prompts(tmp_path, rows, chat=False, system="") == ["1+1"]
+
+
+@pytest.mark.parametrize("asked", ["1+1", [{"role": "user", "content": "1+1"}]])
+def test_column_that_does_not_exist_is_an_error(tmp_path: Path, asked: Any) -> None:
+    rows = [{"prompt": asked, "rules": "Be brief."}]
+    for key in ("system", "tools"):
+        with pytest.raises(ValueError, match=r"mine.jsonl: there is no column 'rulse', only prompt, rules"):
+            prompts(tmp_path, rows, train={key: "rulse"})
+
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("asked", ["1+1", [{"role": "user", "content": "1+1"}]])
+def test_tools_of_a_row_are_offered_by_the_chat_template(tmp_path: Path, asked: Any) -> None:
+    rows = [{"prompt": asked, "tools": [ADD]}, {"prompt": "2+2"}]
+    assert prompts(tmp_path, rows) == [f"<tool>{json.dumps(ADD)}<user>1+1", "<user>2+2"]
+    other = [{"prompt": asked, "offered": json.dumps([ADD])}]
+    assert prompts(tmp_path, other, train={"tools": "offered"}) == [f"<tool>{json.dumps(ADD)}<user>1+1"]
+    assert prompts(tmp_path, rows, train={"tools": None}) == ["<user>1+1", "<user>2+2"]
+    advice = "if only the reward reads it, set `tools` of the data set to null"
+    with pytest.raises(ValueError, match=rf"mine.jsonl:1: column tools: tools: only a chat template .*; {advice}"):
+        prompts(tmp_path, rows, chat=False)
+    with pytest.raises(ValueError, match=rf"mine.jsonl:1: column tools: .*; {advice}"):
+        prompts(tmp_path, [{"prompt": asked, "tools": [7]}])
+
+
+def test_prompt_may_be_a_conversation_and_have_a_system_message(tmp_path: Path) -> None:
     said = [
         {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": "Yes?"},
         {"role": "user", "content": "2"},
     ]
-    source, tokenizer = "def reward(response, **columns):\n    return 0", Chat("<user>{}<assistant>")
+    source, tokenizer = "def reward(response, **columns):\n    return 0", ChatWords("<user>{}<assistant>")
     environment = build(tmp_path, source, [{"prompt": said}], tokenizer, system="Be brief.")
     assert environment.training_problems()[0].prompt == "<system>Be brief.<user>Hi<assistant>Yes?<user>2"
     environment = build(tmp_path, source, [{"prompt": said[:1]}])

@@ -77,6 +77,12 @@ def test_fault_of_one_of_several_environments_begins_with_its_key(tmp_path: Path
     assert found["fault"].startswith(f"environments.1.args.file: {said}")
 
 
+def test_misspelt_column_of_the_system_message_is_a_fault(tmp_path: Path) -> None:
+    train = f"environment.args.train={{path: {tmp_path}/rows.jsonl, system: rulse}}"
+    (found,) = asked("check", tmp_path, train)
+    assert "rows.jsonl: there is no column 'rulse', only prompt, answer" in found["fault"] and found["certain"]
+
+
 def test_missing_package_of_a_reward_is_told_from_other_faults(tmp_path: Path) -> None:
     (found,) = asked("check", tmp_path, reward="import no_such_package\n" + REWARD)
     assert found["lacks"] == "no_such_package"
