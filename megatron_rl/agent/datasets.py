@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from hashlib import blake2b
 from typing import Any
 
 from megatron_rl.agent.answer_format import FORMATS
@@ -54,11 +55,23 @@ class Question:
     where: str = field(default="", compare=False)
     place: int | None = field(default=None, compare=False)
     """Beginning of the row's line: `DataRow.place`."""
+    given: str = field(default="", compare=False)
+    """The text before the source's `remove`; empty: the same."""
+
+    @property
+    def wordings(self) -> frozenset[str]:
+        """Words by each of which another set may have the question."""
+        return frozenset(map(normalised, (self.text, self.given or self.text)))
 
 
 def normalised(text: str) -> str:
     """Return the words of a question: questions with the same words are equal."""
     return " ".join(text.split())
+
+
+def words_key(text: str) -> bytes:
+    """Return a key of the words of a question."""
+    return blake2b(normalised(text).encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def read_questions(source: DataSource) -> Iterator[Question]:
@@ -75,7 +88,7 @@ def read_questions(source: DataSource) -> Iterator[Question]:
             lacking += 1
         elif (key := (question.text, question.answer, hash(repr(question.row)))) not in seen:
             seen.add(key)
-            yield replace(question, text=shortened(source, question.text))
+            yield _asked(source, question)
     if 0 < lacking < rows:
         needed = f"a question ({source.question})"
         if isinstance(source, DataSet):
@@ -94,7 +107,7 @@ def question_of(source: DataSource, row: DataRow, columns: Iterable[str]) -> Que
     found = _answered_in(source, row) if isinstance(source, DataSet) else _whole_of(source, row, columns)
     if found is None:
         raise ValueError("it has no question")
-    return replace(found, text=shortened(source, found.text))
+    return _asked(source, found)
 
 
 def _answered(source: DataSet) -> Iterator[Question | None]:
@@ -128,6 +141,10 @@ def _whole_of(source: DataSource, row: DataRow, columns: Iterable[str]) -> Quest
     text = source.text_of(row.values)
     values = {name: row.values.get(name) for name in columns}
     return Question(text, "", values, source, row.where, row.place) if text else None
+
+
+def _asked(source: DataSource, question: Question) -> Question:
+    return replace(question, text=shortened(source, question.text), given=question.text)
 
 
 def shortened(source: DataSource, text: str) -> str:

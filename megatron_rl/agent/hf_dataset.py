@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar
 
@@ -20,6 +20,7 @@ from megatron_rl.agent.datasets import (
     normalised,
     question_of,
     read_questions,
+    words_key,
 )
 from megatron_rl.agent.dropped_rows import DroppedRows
 from megatron_rl.agent.indexed_problems import Choice, Chosen, select
@@ -111,6 +112,10 @@ class HFDatasetAgent(RewardOnlyAgent):
     def fields(self, question: Question) -> dict[str, Any]:
         return {"question": question.text}
 
+    def wordings(self, question: Question) -> Collection[str]:
+        """Return texts by each of which the question is known in another environment."""
+        return question.wordings
+
     def _of_train(
         self, source: DataSet, evaluated: Mapping[str, Sequence[Question]]
     ) -> Mapping[str, Sequence[Problem]]:
@@ -163,7 +168,12 @@ class HFDatasetAgent(RewardOnlyAgent):
                 teachers = self._prompt(question, config.teacher_prompt)
             except ValueError as error:
                 raise ValueError(f"environment.args.teacher_prompt: {error}") from error
-        return Problem(self._prompt(question, config.prompt), self.golden(question), teacher_prompt=teachers)
+        return Problem(
+            self._prompt(question, config.prompt),
+            self.golden(question),
+            teacher_prompt=teachers,
+            questions=frozenset(map(words_key, self.wordings(question))),
+        )
 
     def _prompt(self, question: Question, template: str) -> str:
         return render_prompt(self.tokenizer, filled(template, self._columns(question)), self.config)
@@ -181,8 +191,8 @@ def divided(
     questions: Sequence[Question], evaluated: Iterable[Sequence[Question]], held_out: float, seed: int
 ) -> tuple[list[Question], list[Question]]:
     """Return the questions to train on, without those of the evaluation sets, and the held-out ones."""
-    kept_apart = {normalised(question.text) for its in evaluated for question in its}
-    trained = [question for question in questions if normalised(question.text) not in kept_apart]
+    kept_apart = {words for its in evaluated for question in its for words in question.wordings}
+    trained = [question for question in questions if kept_apart.isdisjoint(question.wordings)]
     if len(trained) < len(questions):
         logger.info("%d training problems skipped: an evaluation set contains them", len(questions) - len(trained))
     return split(trained, held_out, seed)
@@ -190,7 +200,7 @@ def divided(
 
 def words_digest(sets: Iterable[Sequence[Question]]) -> str:
     """Return a digest of the words of all questions, whatever their order."""
-    words = sorted({normalised(question.text) for its in sets for question in its})
+    words = sorted({words for its in sets for question in its for words in question.wordings})
     return hashlib.sha256(repr(words).encode()).hexdigest()
 
 

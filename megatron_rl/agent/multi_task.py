@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -15,7 +16,7 @@ from megatron_rl.agent.api import (
     TrainingSet,
     build_environment,
 )
-from megatron_rl.agent.datasets import normalised
+from megatron_rl.agent.datasets import words_key
 from megatron_rl.agent.indexed_problems import IndexedProblems
 from megatron_rl.agent.recorded_answers import RecordedAnswer
 from megatron_rl.agent.scoring import CheckedReward, RolloutLimits
@@ -24,6 +25,8 @@ from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.environment_section import Environments, WeightedEnvironment
 from megatron_rl.recipe.registry import asks_reward_model, check_files, required_datasets, required_extras, used_files
 from megatron_rl.recipe.section import Section
+
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # as in agent.api
     from megatron_rl.generate.replicas.fixed_replicas import Running
@@ -56,7 +59,7 @@ class MultiTaskConfig(Section):
 
 class WeightedMultiTask(Environment, Demonstrator):
     """Several environments at once, by weight: the recipe key `environments`. No environment is trained on a problem
-    that an environment with `evaluation_only` holds out."""
+    that an environment with `evaluation_only` holds out, in whatever prompt."""
 
     Config = MultiTaskConfig
 
@@ -69,10 +72,11 @@ class WeightedMultiTask(Environment, Demonstrator):
             for name, problems in member.evaluation_problems().items()
         }
         evaluating = [self._members[id] for id, one in self._config.items() if one.evaluation_only]
-        self._held_out_prompts = {*chain.from_iterable(map(_held_out, evaluating))}
+        self._held_out = {*chain.from_iterable(map(_held_out, evaluating))}
+        self._left_out: set[bytes] = set()  # keys of prompts to train on that are held out
         self._training_sets = [
             TrainingSet(
-                id, one.weight, _with_environment(id, self._without_held_out(self._members[id].training_problems()))
+                id, one.weight, _with_environment(id, self._without_held_out(id, self._members[id].training_problems()))
             )
             for id, one in self._config.items()
             if one.trained_on
@@ -106,7 +110,8 @@ class WeightedMultiTask(Environment, Demonstrator):
     def demonstrations(self) -> Sequence[tuple[str, str]]:
         trained = [self._members[each.environment] for each in self._training_sets]
         pairs = [pair for member in trained if isinstance(member, Demonstrator) for pair in member.demonstrations()]
-        return [pair for pair in pairs if normalised(pair[0]) not in self._held_out_prompts]
+        held_out = self._held_out | self._left_out
+        return [pair for pair in pairs if words_key(pair[0]) not in held_out]
 
     async def group_rollout(self, request: GroupRolloutRequest) -> TrajectoryGroup:
         id = request.problem.environment
@@ -132,10 +137,21 @@ class WeightedMultiTask(Environment, Demonstrator):
         for member in self._members.values():
             await member.close()
 
-    def _without_held_out(self, problems: Sequence[Problem]) -> Sequence[Problem]:
-        if not self._held_out_prompts:
+    def _without_held_out(self, id: str, problems: Sequence[Problem]) -> Sequence[Problem]:
+        if not self._held_out:
             return problems
-        return [problem for problem in problems if normalised(problem.prompt) not in self._held_out_prompts]
+        kept = []
+        for problem in problems:
+            if self._held_out.isdisjoint(_keys(problem)):
+                kept.append(problem)
+            else:
+                self._left_out.add(words_key(problem.prompt))
+        if missing := len(problems) - len(kept):
+            logger.info(
+                "environment %r: %d training problems skipped: an environment with evaluation_only holds them out",
+                *(id, missing),
+            )
+        return kept
 
 
 def _build(config: WeightedEnvironment, place: int, tokenizer: Tokenizer) -> Environment:
@@ -151,12 +167,16 @@ def _build(config: WeightedEnvironment, place: int, tokenizer: Tokenizer) -> Env
         raise ValueError(where + reason) from error
 
 
-def _held_out(environment: Environment) -> set[str]:
-    """Return the normalised prompts that an environment evaluates on and does not train on itself."""
+def _keys(problem: Problem) -> frozenset[bytes]:
+    """Return the keys by which a problem is known: those of its question, and that of its prompt."""
+    return problem.questions | {words_key(problem.prompt)}
+
+
+def _held_out(environment: Environment) -> set[bytes]:
+    """Return the keys of the problems that an environment evaluates on and does not train on itself."""
     evaluated = chain.from_iterable(environment.evaluation_problems().values())
-    return {normalised(problem.prompt) for problem in evaluated} - {
-        normalised(problem.prompt) for problem in environment.training_problems()
-    }
+    trained = {*chain.from_iterable(map(_keys, environment.training_problems()))}
+    return {*chain.from_iterable(keys for keys in map(_keys, evaluated) if trained.isdisjoint(keys))}
 
 
 def _with_environment(id: str, problems: Sequence[Problem]) -> Sequence[Problem]:

@@ -30,6 +30,9 @@ class Problem:
     teacher_prompt: str | None = None
     """Prompt that a teacher (`distill`) reads in place of `prompt`, for example with a hint or a worked solution; None:
     the same. The answer follows it unchanged."""
+    questions: frozenset[bytes] = field(default=frozenset(), compare=False)
+    """Keys of the question (`words_key`), by which the problem is known in whatever prompt asks it; empty: it is known
+    by its prompt alone."""
 
 
 @dataclass(frozen=True, slots=True)

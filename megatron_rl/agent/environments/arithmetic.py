@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import field_validator, model_validator
 
 from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.datasets import words_key
 from megatron_rl.agent.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.agent.prompts import template_fields
 from megatron_rl.agent.trajectories import Problem
@@ -134,7 +135,7 @@ def _render(tasks: Iterable[Mapping[str, Any]], template: str) -> Iterable[Probl
             num_terms=metadata["num_terms"],
             num_digits=metadata["num_digits"],
         )
-        yield Problem(prompt, {"answer": task["answer"]})
+        yield Problem(prompt, {"answer": task["answer"]}, questions=frozenset({words_key(task["question"])}))
 
 
 def _check_encodable(problems: Iterable[Problem], tokenizer: Tokenizer) -> None:

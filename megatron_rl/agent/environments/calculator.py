@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import model_validator
 
 from megatron_rl.agent.api import Demonstrator
+from megatron_rl.agent.datasets import words_key
 from megatron_rl.agent.environments.expression import BadExpression, evaluate
 from megatron_rl.agent.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.agent.environments.reasoning_gym import last_number
@@ -121,4 +122,5 @@ def _problems(config: CalculatorConfig, tokenizer: Tokenizer) -> Iterator[Proble
             prompt = f"{expression}="
         else:
             prompt = render_tool_prompt(chat, ASKED.format(expression=expression), (CALCULATOR,))
-        yield Problem(prompt, {"expression": expression, "answer": calculate(expression)})
+        golden = {"expression": expression, "answer": calculate(expression)}
+        yield Problem(prompt, golden, questions=frozenset({words_key(expression)}))

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from megatron_rl.agent.answer_format import FORMATS
-from megatron_rl.agent.datasets import DataSet, data_extras, hub_names, read_questions
+from megatron_rl.agent.datasets import DataSet, data_extras, hub_names, read_questions, words_key
 from megatron_rl.agent.environments.expression import BadExpression, evaluate
 from megatron_rl.agent.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.agent.keys import stable_key
@@ -85,8 +85,7 @@ class Countdown(DrawnProblems):
 
     def __init__(self, config: CountdownConfig, tokenizer: Tokenizer) -> None:
         found = _of_rows(config.train) if config.train else _drawn(config)
-        problems = (Problem(render_prompt(tokenizer, PROMPT.format(**task), config), task) for task in found)
-        super().__init__(config, tokenizer, problems)
+        super().__init__(config, tokenizer, (_problem(task, config, tokenizer) for task in found))
         self.prompt_format = ", ".join(filter(None, ["tags", prompt_format(tokenizer, config)]))
 
     def get_reward(self, response: str, golden: Mapping[str, Any], finish_reason: FinishReason) -> float:
@@ -108,6 +107,11 @@ class Countdown(DrawnProblems):
 
     def wrong_response(self, problem: Problem) -> str:
         return TAGS.written(" + ".join(map(str, [*problem.golden["numbers"], 1])))
+
+
+def _problem(task: Mapping[str, Any], config: CountdownConfig, tokenizer: Tokenizer) -> Problem:
+    question = PROMPT.format(**task)
+    return Problem(render_prompt(tokenizer, question, config), task, questions=frozenset({words_key(question)}))
 
 
 def _drawn(config: CountdownConfig) -> Iterator[dict[str, Any]]:

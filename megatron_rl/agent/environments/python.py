@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -34,6 +34,7 @@ from megatron_rl.agent.scoring import Call, CheckedReward, NotScored, RolloutLim
 from megatron_rl.agent.text_rows import as_text, value_at
 from megatron_rl.agent.trajectories import OUTPUT_LIMIT, Problem
 from megatron_rl.generate.engine.interface import FinishReason
+from megatron_rl.model.chat.conversation import conversation_of
 from megatron_rl.model.tokenizer import Tokenizer
 from megatron_rl.recipe.errors import ConfigurationError
 from megatron_rl.recipe.own_code import defined_names
@@ -164,6 +165,17 @@ class PythonEnvironment(HFDatasetAgent, Demonstrator):
         import asyncio  # slow import; the launcher imports this module to check a recipe
 
         await asyncio.to_thread(self._score.close)
+
+    def wordings(self, question: Question) -> Collection[str]:
+        """Return the texts of a question; of a list of messages, those of all that are not the system's."""
+        source = question.source
+        assert isinstance(source, PythonRows)
+        messages = messages_in(value_at(question.row, source.question.split(".")), source.question)
+        if messages is None:
+            return super().wordings(question)
+        said = conversation_of(messages, field=source.question).messages
+        text = "\n".join(message["content"] for message in said if message["role"] != "system")
+        return {text, shortened(source, text)}
 
     def golden(self, question: Question) -> dict[str, Any]:
         return dict(question.row)

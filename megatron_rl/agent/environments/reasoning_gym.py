@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from pydantic import field_validator
 
+from megatron_rl.agent.datasets import words_key
 from megatron_rl.agent.environments.problem_sets import DrawnProblems, DrawnProblemsConfig
 from megatron_rl.agent.prompts import PromptConfig, prompt_format, render_prompt, template_fields
 from megatron_rl.agent.sandbox.limits import Ending, ProcessLimits
@@ -193,7 +194,8 @@ def _problems(
                 f"environment.args.scoring: {config.scoring} compares numbers, and a right answer of {config.dataset} "
                 f"is {task['answer']!r}: use dataset"
             )
-        yield Problem(render_prompt(tokenizer, message, config), task)
+        prompt = render_prompt(tokenizer, message, config)
+        yield Problem(prompt, task, questions=frozenset({words_key(task["question"])}))
 
 
 def _datasets() -> Mapping[str, tuple[Any, Any]]:

@@ -53,6 +53,18 @@ def test_repeats_are_removed_before_the_split(tmp_path: Path) -> None:
     assert agent.gold_response(trained[0]) == trained[0].prompt.upper()
 
 
+@pytest.mark.parametrize("side", ["train", "evaluate"])
+def test_problem_of_an_evaluation_set_is_not_trained_on_where_one_side_removes_a_text(
+    tmp_path: Path, side: str
+) -> None:
+    (tmp_path / "evaluated").mkdir()
+    train, evaluated = rows(tmp_path, "a now", "b now"), rows(tmp_path / "evaluated", "a now")
+    data: dict[str, Any] = {"train": {"path": str(train)}, "evaluate": {"path": str(evaluated)}}
+    data[side]["remove"] = ["now"]
+    agent = build(train, train=data["train"], evaluate={"test": data["evaluate"]})
+    assert [problem.prompt.split()[0] for problem in agent.training_problems()] == ["b"]
+
+
 def test_error_for_data_without_questions_names_split_and_columns(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"problem": "a", "answer": null}\n')

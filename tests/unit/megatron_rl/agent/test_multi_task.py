@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bank_helpers import bank_in, drive
 from core_helpers import ALPHABET, build_run, tiny_run
 from pydantic import ValidationError
+from words import Words
 
 from megatron_rl.agent.api import build_environment
 from megatron_rl.agent.multi_task import WeightedMultiTask
+from megatron_rl.agent.own_process import function
 from megatron_rl.agent.scoring import UNDECIDED
 from megatron_rl.model.tokenizer import build_tokenizer
 from megatron_rl.rank.metrics.metric import StepReport
@@ -33,9 +38,14 @@ def run_config(*environments: dict[str, Any], **sections: dict[str, Any]) -> Run
     return RunConfig.model_validate({**one, "environment": None, "environments": [*environments]})
 
 
-def build(*environments: dict[str, Any]) -> WeightedMultiTask:
-    tokenizer = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
-    built = build_environment(run_config(*environments).task, tokenizer)
+class Chatty(Words):
+    def conversation(self, messages: Any, tools: Any = None, variables: Any = None) -> str | None:
+        return "".join(f"<{one['role']}>{one['content']}" for one in messages)
+
+
+def build(*environments: dict[str, Any], tokenizer: Any = None) -> WeightedMultiTask:
+    characters = build_tokenizer(TokenizerConfig(type="characters", alphabet=ALPHABET))
+    built = build_environment(run_config(*environments).task, tokenizer or characters)
     assert isinstance(built, WeightedMultiTask)
     return built
 
@@ -52,6 +62,104 @@ def test_problems_and_sets_carry_the_id_of_their_environment() -> None:
     trained = {problem.prompt for problem in agent.training_problems()}
     assert trained == {prompt for prompt, _ in agent.demonstrations()}
     assert not trained & {problem.prompt for problem in sets["apart/held_out"]}
+
+
+@pytest.fixture
+def unstarted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment `python` starts no process, since these tests score nothing."""
+    score = SimpleNamespace(parameters=[("response", "POSITIONAL_OR_KEYWORD", False), ("rest", "VAR_KEYWORD", False)])
+    monkeypatch.setattr(function, "OwnFunction", lambda *_: score)
+
+
+def python(folder: Path, name: str, rows: list[Any], *, trained: bool, **arguments: Any) -> dict[str, Any]:
+    """An environment `python` with these prompts and the answer 1."""
+    (folder / "reward.py").write_text("def reward(response, **columns):\n    return 0")
+    file = folder / f"{name}.jsonl"
+    file.write_text("".join(json.dumps({"prompt": row, "answer": "1"}) + "\n" for row in rows))
+    data = {"path": str(file), "remove": arguments.pop("remove", [])}
+    sets = {"train": data} if trained else {"evaluate": {"test": data}}
+    args = {"file": str(folder / "reward.py"), **sets, **arguments}
+    return {"name": "python", "id": name, "evaluation_only": not trained, "args": args}
+
+
+def said(*texts: str) -> list[dict[str, str]]:
+    roles = ("system", "user", "assistant", "user")
+    return [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False) if text]
+
+
+@pytest.mark.usefixtures("unstarted")
+@pytest.mark.parametrize(
+    ("row", "arguments"),
+    [
+        ("1+1=", {"prompt": "Think. {question}"}),
+        ("1+1= Now.", {"remove": ["Now."], "prompt": "{question}!"}),
+        (said("Be brief.", "1+1="), {}),
+        (said("", "1+1="), {"prompt": "{question}!"}),
+    ],
+    ids=["another template", "a removed text", "a system message", "a list of messages"],
+)
+def test_problem_that_is_held_out_is_not_trained_on_in_whatever_prompt(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, row: Any, arguments: dict[str, Any]
+) -> None:
+    other = said("", "2+2=") if isinstance(row, list) else "2+2="
+    trained = python(tmp_path, "trained", [row, other], trained=True, **arguments)
+    held_out = python(tmp_path, "held", ["1+1=", "3+3="], trained=False)
+    with caplog.at_level("INFO"):
+        agent = build(trained, held_out, tokenizer=Words())
+    (problem,) = agent.training_problems()
+    assert "2+2=" in problem.prompt
+    assert [prompt for prompt, _ in agent.demonstrations()] == [problem.prompt]
+    assert "environment 'trained': 1 training problems skipped: an environment with evaluation_only" in caplog.text
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_text_that_one_side_removes_does_not_hide_a_held_out_problem(tmp_path: Path) -> None:
+    rows = ["1+1= Now.", "2+2= Now."]
+    trained = python(tmp_path, "trained", rows, trained=True, remove=["Now."])
+    held_out = python(tmp_path, "held", rows[:1], trained=False)
+    (problem,) = build(trained, held_out, tokenizer=Words()).training_problems()
+    assert problem.prompt == "2+2="
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_conversations_with_the_same_last_question_are_different_problems(tmp_path: Path) -> None:
+    trained = python(tmp_path, "trained", [said("", "2+2=", "4", "Why?")], trained=True)
+    held_out = python(tmp_path, "held", [said("", "1+1=", "2", "Why?")], trained=False)
+    tokenizer = Chatty("<user>{}<assistant>")
+    assert len(build(trained, held_out, tokenizer=tokenizer).training_problems()) == 1
+    again = python(tmp_path, "again", [said("Be brief.", "2+2=", "4", "Why?")], trained=False)
+    with pytest.raises(ValueError, match="environment 'trained' has no training problems that no other one holds out"):
+        build(trained, again, tokenizer=tokenizer)
+
+
+@pytest.mark.usefixtures("unstarted")
+def test_problems_of_a_program_are_known_by_the_text_that_names_them(tmp_path: Path) -> None:
+    trained = python(tmp_path, "trained", ["1+1=", "2+2="], trained=True, prompt="Think. {question}")
+    own, evaluated = tmp_path / "own.jsonl", tmp_path / "evaluated.jsonl"
+    own.write_text('{"prompt": "5+5="}\n')
+    evaluated.write_text('{"prompt": "1+1="}\n')
+    args = {"command": ["true"], "problems": str(own), "evaluate": {"test": str(evaluated)}}
+    agent = build(trained, {"name": "program", "evaluation_only": True, "args": args}, tokenizer=Words())
+    assert [problem.prompt for problem in agent.training_problems()] == ["Think. 2+2="]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("arithmetic", [{"template": "{expression}="}, {"template": "={expression}="}]),
+        ("countdown", [{"chat": "auto"}, {"chat": "always", "system": "x"}]),
+    ],
+)
+def test_generated_problems_are_held_out_in_whatever_prompt(name: str, arguments: list[dict[str, Any]]) -> None:
+    tokenizer = Chatty("<user>{}<assistant>")
+    drawn = {"draws": 20, "held_out": 0.5}
+    first, second = ({"name": name, "id": str(at), "args": {**drawn, **its}} for at, its in enumerate(arguments))
+    with pytest.raises(ValueError, match="environment '0' has no training problems"):
+        build(
+            {**first, "args": {**first["args"], "held_out": 0.0}},
+            {**second, "evaluation_only": True, "args": {**second["args"], "held_out": 0.99}},
+            tokenizer=tokenizer,
+        )
 
 
 @pytest.mark.parametrize(
