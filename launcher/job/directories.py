@@ -10,6 +10,7 @@ from pathlib import Path
 
 from launcher.errors import BadInput
 
+RUNS = "runs"  # folder of local runs without --run-dir, in the current directory
 PRIVATE = 0o700  # mode of a run directory, which holds the user's code and the ranks' logs
 
 

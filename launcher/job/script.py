@@ -28,7 +28,7 @@ from launcher.job.steps import (
 from launcher.job.templates import Shell, templates
 from launcher.plan.placement import Plan
 from launcher.recipe.load import Recipe
-from megatron_rl.contract.codes import EXIT_DRAINED, HOST_TRIES
+from megatron_rl.contract.codes import EXIT_DRAINED, EXIT_USAGE, HOST_TRIES
 from megatron_rl.contract.paths import INFER, NUMBER_OPTIONS, OF_REPLICAS, TRAIN, RunDir
 from megatron_rl.contract.plan_records import PlanStep
 from megatron_rl.contract.run_records import CodeSource
@@ -51,6 +51,7 @@ class PlannedJob:
     sources: Sequence[CodeSource]
     seen: Sequence[Path]  # paths to mount into the container, beside the profile's mounts
     version: str
+    inode: int = 0  # of the run directory; 0: it does not exist yet
 
 
 def render(job: PlannedJob) -> str:
@@ -83,6 +84,8 @@ def render(job: PlannedJob) -> str:
             decided_by=Shell(" \\\n            ".join(_host_options(job))),
             host_tries=HOST_TRIES,
             exit_drained=EXIT_DRAINED,
+            exit_usage=EXIT_USAGE,
+            inode=job.inode,
             in_front=in_front_of_ranks(config, profile),
             unpack_s=UNPACK_S,
             steps=list(_steps(job)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import which
 
@@ -159,7 +159,7 @@ def write_files(run: RunDir, job: PlannedJob, update_code: bool) -> None:
     plan = from_json(PlanRecord, job.plan_json)
     knows_roles = (run.code / PLAN_RECORDS).exists()  # the code of a run that an older mrl began may not
     write(run.plan, plan if knows_roles else listed(plan))
-    write_atomic(run.script, render(job))
+    write_atomic(run.script, render(replace(job, inode=run.root.stat().st_ino)))
 
 
 def flags_by_name(options: Sequence[str]) -> dict[str, str]:

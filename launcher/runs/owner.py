@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import grp
 import os
-import stat
-from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from launcher.backends.slurm.jobs import JobState, read_owners
 from launcher.errors import BadInput
 from launcher.host.record.identity import copied_from
 from launcher.runs.find import is_run
+from launcher.runs.writers import other_writers
 from megatron_rl.contract.files import owner_name
 from megatron_rl.contract.paths import RunDir
 from megatron_rl.contract.records import ABSENT, Absent, Unreadable, read
@@ -78,7 +75,7 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
             continue
         except OSError as error:
             raise BadInput(f"{path}: its owner is unknown: {error.strerror}; try again, or give --trust") from error
-        writers = _other_writers(found) if path == run.root else None
+        writers = other_writers(found) if path == run.root else None
         if writers is not None:
             raise BadInput(
                 f"{path}: {writers} can write there, and replace code and checkpoints that run as you: "
@@ -89,25 +86,3 @@ def refuse_others(run: RunDir, trusted: bool) -> None:
                 f"{path}: belongs to {owner_name(found.st_uid)}, and the code of that run would run as you: "
                 "give --trust if you trust its author"
             )
-
-
-def _other_writers(found: os.stat_result) -> str | None:
-    """Others who can write into a directory; None if there are none. Many users have a group to themselves, by their
-    name."""
-    if found.st_mode & stat.S_IWOTH:
-        return "all users"
-    if not found.st_mode & stat.S_IWGRP:
-        return None
-    try:
-        group = grp.getgrgid(found.st_gid).gr_name
-    except KeyError:
-        group = str(found.st_gid)
-    return None if group == owner_name(found.st_uid) else f"the group {group}"
-
-
-def warning_of_readers(root: Path) -> str | None:
-    """Return a warning that other users can read a directory; None if they cannot, or it does not exist."""
-    with suppress(OSError):
-        if root.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-            return f"other users can read {root}, with prompts, answers and logs of the run; run chmod 700 on it"
-    return None

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from launcher.doctor.preflight import collect_local, findings, problems
 from launcher.errors import BadInput, Failed
 from launcher.fetch.needs import export_packages
-from launcher.job.directories import run_directory
+from launcher.job.directories import RUNS, run_directory
 from launcher.job.lesson import LessonCheck
 from launcher.job.notifications import refusals as notification_refusals
 from launcher.job.run_directory import OpenedRun, prepare
@@ -25,8 +25,6 @@ if TYPE_CHECKING:  # slow to import, and not needed for a dry run
     from launcher.backends.local import Supervisor
     from megatron_rl.contract.attempt_records import AttemptStart
 
-RUNS = "runs"
-"""Folder of runs without --run-dir, in the current directory."""
 START_TICK = 0.05  # seconds between two reads of the run directory until the attempt has begun
 START_LIMIT = 60.0  # seconds for the supervisor to write its first line
 

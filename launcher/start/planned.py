@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from launcher.cluster.choice import LOCAL, Clusters
-from launcher.job.directories import refuse_unusable
+from launcher.job.directories import RUNS, refuse_unusable
 from launcher.plan.engine_choice import note_of
 from launcher.recipe.advice import warnings
+from launcher.runs.writers import warning_of_readers, warning_of_replacers
 from launcher.start.request import PlannedRun, Request
 from megatron_rl.contract.paths import RunDir
 
@@ -27,18 +29,20 @@ def remarks_of(planned: Sequence[PlannedRun]) -> Remarks:
 
 def check_directories(planned: Sequence[PlannedRun], request: Request, clusters: Clusters, cluster: str) -> list[str]:
     """Raise BadInput for a given directory that cannot be a run's, or belongs to another user. Returns warnings."""
+    profile = None if cluster == LOCAL else clusters.profile(cluster)
     found = []
     for one in planned:
         if one.given is not None:
             # Imports Slurm's client, which a new local run does not need.
-            from launcher.runs.owner import refuse_others, warning_of_readers
+            from launcher.runs.owner import refuse_others
 
             refuse_unusable(one.given)
             refuse_others(RunDir(one.given), request.trust)
-            shared = cluster != LOCAL and clusters.profile(cluster).readable_by != "me"
-            if not shared and (readers := warning_of_readers(one.given)):
-                found.append(readers)
-    return found
+            if profile is None or profile.readable_by == "me":
+                found.append(warning_of_readers(one.given))
+        if not request.trust:
+            found.append(warning_of_replacers(one.given or Path(profile.run_root if profile else RUNS) / one.name))
+    return [*dict.fromkeys(text for text in found if text)]
 
 
 def _implied(planned: PlannedRun) -> str:

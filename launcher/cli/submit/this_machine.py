@@ -14,10 +14,10 @@ from launcher.cli.show.terminal import Interruptions, echo
 from launcher.cluster.choice import LOCAL
 from launcher.errors import BadInput
 from launcher.job.admission import check
+from launcher.job.directories import RUNS
 from launcher.recipe.changes import as_json
 from launcher.recipe.load import Recipe, dump_resolved, origins
 from launcher.start.on_this_machine import (
-    RUNS,
     NoSupervisor,
     Preparation,
     check_here,

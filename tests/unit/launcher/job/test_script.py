@@ -372,6 +372,75 @@ def main():
         assert run.stderr == "error: this script is one for Slurm: sbatch it, or run it in an allocation (salloc)\n"
 
 
+class TestReplacedDirectory:
+    """Others who can write in the directory above a run's can put theirs in its place: none of its code runs."""
+
+    OURS = "the code runs"
+
+    @pytest.fixture
+    def run(self, tmp_path):
+        """A run directory with code, and its script. Above it others could write."""
+        root = tmp_path / "run"
+        self.fill(root)
+        root.chmod(0o700)
+        script = tmp_path / "job.sbatch"
+        planned = a_job(on=profile("plain", host_python=sys.executable), run_dir=str(root))
+        script.write_text(render(replace(planned, inode=root.stat().st_ino)))
+        return root
+
+    def fill(self, root: Path) -> None:
+        folder = root / "code" / "launcher" / "host"
+        folder.mkdir(parents=True)
+        for package in (folder.parent, folder):
+            (package / "__init__.py").touch()
+        (folder / "job.py").write_text(f"def main():\n    print({self.OURS!r})\n")
+
+    def start(self, root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+        srun = root.parent / "srun"
+        srun.write_text(f"#!/bin/sh\necho {self.OURS}\n")
+        srun.chmod(0o755)
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
+        environ |= {"PATH": f"{root.parent}:{environ['PATH']}", "MRL_RUN_DIR": str(root), "MRL_ATTEMPT": "1"}
+        command = ["bash", root.parent / "job.sbatch", *words]
+        environ["MRL_CPUS_PER_TASK"] = "1"
+        return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30, check=False)
+
+    def replace(self, root: Path, mode: int, owner: int) -> None:
+        root.rename(root.with_name("old"))
+        self.fill(root)
+        root.chmod(mode)
+        os.chown(root, owner, owner)
+
+    @pytest.mark.parametrize("words", [(), ("step", "train", "n1")], ids=["start", "step"])
+    def test_the_runs_own_directory_is_used_whoever_may_write_in_it(self, run, words):
+        """A user may open it to a group, or have given --trust."""
+        for mode in (0o700, 0o2770):
+            run.chmod(mode)
+            done = self.start(run, *words)
+            assert (done.stdout, done.stderr) == (f"{self.OURS}\n", "")
+
+    @pytest.mark.parametrize("words", [(), ("step", "train", "n1")], ids=["start", "step"])
+    @pytest.mark.parametrize("mode", [0o2770, 0o757])
+    def test_another_that_others_can_write_is_refused_for_good(self, run, words, mode):
+        """Theirs cannot be this user's, but they may move one of this user's there that they can write in."""
+        self.replace(run, mode, os.geteuid())
+        done = self.start(run, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.count("\n") == 1 and f"{run} is not the directory of this run" in done.stderr
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a directory another user's")
+    @pytest.mark.parametrize("words", [(), ("step", "train", "n1")], ids=["start", "step"])
+    def test_another_users_is_refused_for_good(self, run, words):
+        self.replace(run, 0o755, 65534)
+        done = self.start(run, *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "it was replaced by one of nobody, and nothing of it runs as you" in done.stderr
+
+    def test_one_that_was_restored_from_a_backup_is_used(self, run):
+        self.replace(run, 0o700, os.geteuid())
+        assert self.start(run).stdout == f"{self.OURS}\n"
+
+
 def test_a_harvested_replica_leaves_no_named_container_on_a_node_that_others_use(tmp_path):
     srun = tmp_path / "srun"
     srun.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\n')

@@ -15,7 +15,7 @@ from launcher.cli.mrl_submit import main as mrl_submit
 from launcher.cli.serve import make_token_file
 from launcher.errors import BadInput
 from launcher.host.record.identity import note_submission
-from launcher.runs import owner as owner_module
+from launcher.runs import writers
 from launcher.runs.owner import refuse_others
 from launcher.runs.policy_path import prepare_policy
 from megatron_rl.contract.files import owner_name
@@ -95,7 +95,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 def test_a_directory_that_a_group_can_write_is_refused(tmp_path, monkeypatch, group, refused):
     """The umask 002 is common; a group of the user's own name has no other members."""
     tmp_path.chmod(0o2775)
-    monkeypatch.setattr(owner_module.grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=group))
+    monkeypatch.setattr(writers.grp, "getgrgid", lambda gid: SimpleNamespace(gr_name=group))
     run = RunDir(tmp_path)
     if refused:
         with pytest.raises(BadInput, match=r"the group lab can write there, .*: chmod go-w"):
