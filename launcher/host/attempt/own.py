@@ -13,7 +13,7 @@ from launcher.host.judge.policy import HELD, OVER
 from launcher.host.judge.sentence import describe_end
 from launcher.host.process.lock import IsLocked, Lock
 from launcher.host.record.identity import identify, is_job_of
-from launcher.host.record.ledger import newest_line, read_ledger, start_of
+from launcher.host.record.ledger import newest_line, read_ledger, start_of, starts_in
 from launcher.host.slurm import queries
 from launcher.host.slurm.call import SlurmRefused, patiently
 from launcher.host.slurm.formats import ENDED, time_of
@@ -23,7 +23,8 @@ from megatron_rl.contract.records import read_or_raise, write
 from megatron_rl.contract.run_records import Owner
 from megatron_rl.contract.text import whole_number
 
-LEFTOVERS_S = 60.0  # seconds for which processes of an earlier start may still hold the lock
+LEFTOVERS_S = 120.0  # seconds for which an earlier start may still hold the lock: NFSv4 keeps a lost node's for 90 s
+LEFTOVERS_AGAIN_S = 900.0  # seconds until a job checks again whether they have ended
 COMPLETING_S = 300.0  # seconds to wait for an earlier job that completes: an epilog, or a process that does not die
 LOOK_S = 5.0  # seconds between queries to Slurm
 ENTER_S = 5.0  # seconds in which a job that holds the lock enters itself as the owner
@@ -33,12 +34,18 @@ class NothingToDo(Exception):
     """The run is finished or stopped, or belongs to another job; the text says which."""
 
 
+class StillHeld(Exception):
+    """Processes of an earlier start of this job, or of the job that it succeeds, still hold the lock. They end at some
+    time; until then they may write."""
+
+
 def own(context: JobContext) -> Lock:
     """Take the run for this job. Returns its lock, which all child processes inherit.
 
     Raises:
         NothingToDo: the job may end, and nothing is wrong.
-        Refused: the user must look at the run first.
+        JobRefused: the user must look at the run first.
+        StillHeld: the job must come back later.
         OSError: the file system fails; it may work later or on another host.
         SlurmRefused: Slurm did not answer.
     """
@@ -46,8 +53,7 @@ def own(context: JobContext) -> Lock:
     if not run.resolved.exists():
         raise OSError(f"mrl-submit has made {run.root}, and this host does not have it: not the same file system?")
     _hide_log(run)
-    owner, last = read_or_raise(Owner, run.job), newest_line(run)
-    lock = _lock(context, owner, last)
+    lock = _lock(context, read_or_raise(Owner, run.job), read_ledger(run))
     try:
         _take_ownership(context)
     except BaseException:
@@ -109,18 +115,28 @@ def _conclude_earlier_starts(context: JobContext) -> None:
         raise NothingToDo(f"{run.root}: its pause is not over, the job waits in the queue")
 
 
-def _lock(context: JobContext, owner: Owner | None, last: LedgerLine | None) -> Lock:
+def _lock(context: JobContext, owner: Owner | None, history: list[LedgerLine]) -> Lock:
     # Processes that this job, or the one before it, left when it was requeued may take a moment to end. Such a job
     # waits; any other one refuses at once, since a user who submits a run twice by mistake should learn it in a second,
-    # and not after a minute in which a node stands idle.
-    last_job = last.job_id if last is not None and last.job_id is not None else context.job_id
+    # and not after two minutes in which its nodes stand idle.
     mine = owner is not None and owner.job_id == context.job_id
+    last_job = history[-1].job_id if history and history[-1].job_id is not None else context.job_id
     expected = context.succeeds is not None or (mine and (context.restarts > 0 or last_job != context.job_id))
     try:
-        return Lock(context.run.job_lock, LEFTOVERS_S if expected else 0.0)
+        return Lock(context.run.job_lock, LEFTOVERS_S if expected and not _has_begun(context, history) else 0.0)
     except IsLocked:
-        job_id = _job_that_begins(context.run)
+        job_id, history = _job_that_begins(context.run), read_ledger(context.run)
+        if expected and job_id in (context.job_id, context.succeeds) and not _has_begun(context, history):
+            # They run on where only Slurm has lost the node, and a file server may keep its locks until it boots.
+            host = next((f" on {start.host}" for start in reversed(starts_in(history))), "")
+            raise StillHeld(f"processes of an earlier start{host} still hold {context.run.job_lock}") from None
         raise JobRefused(f"{context.run.root}: belongs to job {job_id}, whose script is running") from None
+
+
+def _has_begun(context: JobContext, history: list[LedgerLine]) -> bool:
+    """Whether this start of the job has begun an attempt: if it asks for the lock, its script was called twice."""
+    newest = [(start.job_id, start.restart) for start in starts_in(history)][-1:]
+    return newest == [(context.job_id, context.restarts)]
 
 
 def _job_that_begins(run: RunDir) -> str:

@@ -1,7 +1,7 @@
 """A run in a Slurm job, from start to end: own it, run one attempt after the other in this allocation.
 
 Where the batch host or its file system fails, the job comes back elsewhere or later; only a refusal is final. The
-number of such returns is limited without any file: by the restarts of the job since its last attempt began.
+number of returns to other hosts is limited without any file: by the restarts of the job since its last attempt began.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launcher.host.attempt.conclude import close
 from launcher.host.attempt.harvest import Harvest, HarvestSettings
 from launcher.host.attempt.job_context import FAULTS_VARIABLE, JobContext, JobRefused
 from launcher.host.attempt.notify import Notifier, NotifySettings
-from launcher.host.attempt.own import NothingToDo, own
+from launcher.host.attempt.own import LEFTOVERS_AGAIN_S, NothingToDo, StillHeld, own
 from launcher.host.attempt.prepare import AskedToLeave, Checks, NotReady, Preparation
 from launcher.host.attempt.replicas import Replicas
 from launcher.host.attempt.runner import AttemptRunner
@@ -75,7 +75,7 @@ def run_job(context: JobContext, settings: JobSettings, signals: Signals) -> int
     except NothingToDo as nothing:
         print(nothing)
         return EXIT_FINISHED
-    except (OSError, SlurmRefused) as error:
+    except (OSError, SlurmRefused, StillHeld) as error:
         return come_back(context, error, settings.script)
     except Exception as error:  # noqa: BLE001 - not even a bug here may end the run
         traceback.print_exc()
@@ -222,16 +222,18 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
     this job's script: the run directory may be out of reach. Returns the exit code."""
     job = show_job_or_complain(context.job_id)
     facts = Facts(can_return=has_script(job), requeueable=is_requeueable(job))
-    then, full = who_starts_it(facts), getattr(error, "errno", None) in FULL
+    then, pause = who_starts_it(facts), _pause_after(error)
     history = read_ledger_or_complain(context.run)
-    tries = 0 if full else context.faults + context.restarts - _restarts_at_last_start(context, history)
+    # A pause needs no limit: another host would not help, and what the job waits for is in no host's power.
+    tries = 0 if pause else context.faults + context.restarts - _restarts_at_last_start(context, history)
     where = f"{context.run.root} on {context.batch_host}: {error}"
     if then == OVER or tries >= HOST_TRIES:
         why = "" if then == OVER else f" {tries} starts in a row failed;"
         print(f"error: {where};{why} nothing is lost, mrl resume continues", file=sys.stderr)
-        return EXIT_DRAINED if full else EXIT_CRASHED
-    if full:
-        what = f"make room, the job comes back in {ROOM_AGAIN_S / 60:.0f} min"
+        return EXIT_DRAINED if pause else EXIT_CRASHED
+    if pause:
+        room = "" if isinstance(error, StillHeld) else "make room, "
+        what = f"{room}the job comes back in {pause / 60:.0f} min"
     else:
         what = "the job comes back without this host"
     print(f"error: {where}; nothing is lost: {what}", file=sys.stderr)
@@ -240,11 +242,18 @@ def come_back(context: JobContext, error: Exception, script: str) -> int:
         at=time.time(),
         outcome=LOST,
         then=then,
-        excluded=[] if full else [context.batch_host],
-        not_before=time.time() + ROOM_AGAIN_S if full else None,
+        excluded=[] if pause else [context.batch_host],
+        not_before=time.time() + pause if pause else None,
     )
     start_again(context, back, script, {FAULTS_VARIABLE: str(tries)})
     return EXIT_DRAINED
+
+
+def _pause_after(error: Exception) -> float | None:
+    """Seconds after which a start may succeed on any host; None where another host may do better now."""
+    if isinstance(error, StillHeld):
+        return LEFTOVERS_AGAIN_S
+    return ROOM_AGAIN_S if getattr(error, "errno", None) in FULL else None
 
 
 def _restarts_at_last_start(context: JobContext, history: list[LedgerLine]) -> int:
