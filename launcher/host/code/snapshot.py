@@ -107,7 +107,7 @@ def _fill(sources: list[CodeSource], folder: str, number: int) -> CodeSnapshot:
         os.mkdir(goal, 0o700)  # private until each folder in it has the mode of its source
         for name in listing.files:
             os.makedirs(os.path.dirname(os.path.join(goal, name)), exist_ok=True)
-            shutil.copy(os.path.join(source.path, name), os.path.join(goal, name), follow_symlinks=False)
+            _copy(os.path.join(source.path, name), os.path.join(goal, name))
         for name in {os.path.dirname(name) for name in listing.files}:
             _copy_modes(source.path, goal, name)
         if source.kind in ("git", "directory"):
@@ -135,11 +135,22 @@ def _taken(source: CodeSource, listing: Listing) -> CodeSource:
     )
 
 
+def _copy(source: str, goal: str) -> None:
+    shutil.copyfile(source, goal, follow_symlinks=False)
+    if not os.path.islink(goal):
+        os.chmod(goal, _mode_of(source))
+
+
+def _mode_of(source: str) -> int:
+    """Mode of a copy. A group that may read the run may write its source, as the umask 002 makes them, but not this: it
+    runs as the user."""
+    return stat.S_IMODE(os.stat(source).st_mode) & ~(stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _copy_modes(source: str, goal: str, name: str) -> None:
     """Give a copied folder, and those above it, the modes of their sources, which may be what hides a file."""
     while True:
-        mode = stat.S_IMODE(os.stat(os.path.join(source, name)).st_mode)
-        os.chmod(os.path.join(goal, name), mode | 0o700)
+        os.chmod(os.path.join(goal, name), _mode_of(os.path.join(source, name)) | 0o700)
         if not name:
             return
         name = os.path.dirname(name)

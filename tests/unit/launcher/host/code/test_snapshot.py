@@ -183,6 +183,15 @@ def test_files_and_folders_are_as_private_as_they_were(tmp_path):
     assert modes == {"a.py": 0o600, "hidden": 0o700, "hidden/deep": 0o755}
 
 
+def test_a_group_that_can_write_the_source_cannot_write_the_snapshot(tmp_path):
+    mine = repository(tmp_path / "mine", {"a.sh": "", "deep/b.py": ""})
+    for path, mode in ((mine, 0o2775), (mine / "deep", 0o777), (mine / "a.sh", 0o775), (mine / "deep" / "b.py", 0o664)):
+        path.chmod(mode)
+    _, code = shot(tmp_path, mine)
+    copies = (code / "1-mine", *(code / "1-mine" / name for name in ("deep", "a.sh", "deep/b.py")))
+    assert [path.stat().st_mode & 0o777 for path in copies] == [0o755, 0o755, 0o755, 0o644]
+
+
 @pytest.mark.parametrize("home", ["mine", "mine/me"])
 def test_a_home_directory_is_refused(tmp_path, monkeypatch, home):
     repository(tmp_path / "mine", {"a.py": "", "me/b.py": ""})
