@@ -151,7 +151,7 @@ def _interfaces() -> list[tuple[str, str]]:
         (name, str(one.address))
         for name, addresses in psutil.net_if_addrs().items()
         for one in addresses
-        if one.family is socket.AF_INET and state[name].isup
+        if one.family is socket.AF_INET and name in state and state[name].isup  # one may come between the two looks
     ]
 
 

@@ -217,7 +217,10 @@ ELSEWHERE = ("rich", "torch", "submitit", "asyncio", "ctypes", "launcher.plan.ne
         (
             "from launcher.cli.mrl_submit import main\n"
             f"main(['{RECIPE}', '--cluster=h100', '--dry-run'], standalone_mode=False)",
-            ("launcher.job.run_directory", "launcher.backends.slurm", "launcher.runs", "launcher.host.record.identity"),
+            (
+                *("launcher.job.run_directory", "launcher.backends.slurm", "launcher.host.record.identity"),
+                *("launcher.runs.find", "launcher.runs.owner", "launcher.runs.state"),
+            ),
         ),
     ],
     ids=["planning", "a dry run"],

@@ -57,6 +57,13 @@ def test_the_address_of_the_nodes_name_is_used(node):
     assert own_address() == "10.0.0.5"
 
 
+def test_an_interface_that_appears_during_the_look_is_left_out(node, monkeypatch):
+    node("10.0.0.5", **TWO, NCCL_SOCKET_IFNAME="eno")
+    known = psutil.net_if_stats()
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eno1": known["eno1"]})
+    assert own_address() == "10.0.0.5"
+
+
 def test_a_single_node_may_use_loopback(node):
     node("127.0.1.1")
     assert own_address() == "127.0.1.1"
