@@ -218,13 +218,10 @@ def _is_another(path: KeyPath, before: Mapping[str, Any], value: Mapping[str, An
 
 
 def _names_another(values: Mapping[str, Any], override: Override) -> bool:
-    before = values.get("environment")
-    return (
-        override.path == ("environment", "name")
-        and isinstance(before, Mapping)
-        and "name" in before
-        and (before["name"] != override.value)
-    )
+    before, section = values.get("environment"), override.path[:-1]
+    if override.path[-1] != "name" or not isinstance(before, Mapping) or "name" not in before:
+        return False  # one that has only arguments so far gets its name
+    return _is_another(section, before, {"name": override.value})
 
 
 def _apply(values: dict[str, Any], override: Override) -> None:

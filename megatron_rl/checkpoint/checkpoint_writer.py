@@ -158,7 +158,7 @@ class CheckpointWriter:
         with suppress(OSError):
             until_written(save.withdrawn, lambda: save.folder.rename(save.withdrawn), GRACE_S)
         with suppress(OSError):
-            save.withdrawn.mkdir(exist_ok=True)  # if there is no folder to rename
+            save.withdrawn.mkdir(exist_ok=True)  # which the others look for, also where there was nothing to rename
             _delete(save.withdrawn.glob("*"))
         # The empty folder remains as the notification until the next publication or start.
         self._withdrawn += [save.withdrawn, save.folder]
